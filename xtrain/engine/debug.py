@@ -1,0 +1,25 @@
+"""Every environment variable that the engine reads, with its meaning; read nowhere else.
+
+XTRAIN_KERNELS=reference   run the readable reference of every op instead of its kernels: the first
+                           bisection when a loss is wrong
+XTRAIN_DEBUG=1             print the implementation chosen for each op once
+XTRAIN_DEBUG=3             check every op's outputs for NaN and infinity and name the op
+"""
+
+import os
+
+
+def use_reference_only() -> bool:
+    """Whether kernels are switched off; an unknown value is an error, never a silent default."""
+    value = os.environ.get("XTRAIN_KERNELS", "fused")
+    if value not in ("fused", "reference"):
+        raise ValueError(f"XTRAIN_KERNELS={value!r}: use 'fused' or 'reference'")
+    return value == "reference"
+
+
+def level() -> int:
+    """The debug level, 0 (silent) to 3."""
+    value = os.environ.get("XTRAIN_DEBUG", "0")
+    if value not in ("0", "1", "2", "3"):
+        raise ValueError(f"XTRAIN_DEBUG={value!r}: use 0, 1, 2 or 3")
+    return int(value)

@@ -1,0 +1,92 @@
+"""Where arrays live and which kernels run: the one place that names the backends, and lazily.
+
+A device gives its array module (`xp`: NumPy or CuPy), moves arrays, and captures a step. Kernels
+plug themselves into the ops when their package is imported (`xtrain.cpu`, `xtrain.cuda`), so the
+engine never imports them at load time.
+"""
+
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from xtrain.engine import debug
+from xtrain.errors import UsageError
+
+NAMES = ("auto", "cpu", "cuda")
+
+
+class Device:
+    """The CPU. A subclass in `xtrain.cuda` overrides what differs on a GPU."""
+
+    name = "cpu"
+    xp = np
+
+    def __init__(self) -> None:
+        # Per-op implementation choices that are not the default, e.g. {"linear": "tiled"}.
+        self.variants: dict[str, str] = {}
+
+    def array(self, host: np.ndarray) -> np.ndarray:
+        """Copy a host array to the device."""
+        return np.array(host)
+
+    def host(self, array) -> np.ndarray:
+        """Copy a device array to the host; the only sanctioned read."""
+        return np.asarray(array)
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done; nothing is ever queued on the CPU."""
+
+    def capture(self, step: Callable) -> Callable:
+        """Return a callable that replays `step`; on the CPU that is `step` itself."""
+        return step
+
+
+_local = threading.local()
+
+
+def resolve(name: str) -> str:
+    """Turn `auto`, `cpu` or `cuda` into the backend to use.
+
+    Raises UsageError in one line when `cuda` is asked for and there is no usable GPU.
+    """
+    if name not in NAMES:
+        raise UsageError(f"device={name}: choose one of {', '.join(NAMES)}")
+    if name == "cpu":
+        return "cpu"
+    reason = _why_no_cuda()
+    if reason is None:
+        return "cuda"
+    if name == "auto":
+        return "cpu"
+    raise UsageError(f"device=cuda: {reason}; use device=cpu or device=auto")
+
+
+def _why_no_cuda() -> str | None:
+    if importlib.util.find_spec("xtrain.cuda.runtime") is None:
+        return "this build of xtrain has no CUDA engine"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed (pip install 'xtrain[cuda12]' or 'xtrain[cuda13]')"
+    return importlib.import_module("xtrain.cuda.runtime").why_unusable()
+
+
+def use(name: str) -> Device:
+    """Make a backend current for this thread, loading its kernels, and return its device."""
+    backend = resolve(name)
+    if backend == "cuda":
+        device = importlib.import_module("xtrain.cuda").make_device()
+    else:
+        if not debug.use_reference_only():
+            importlib.import_module("xtrain.cpu")
+        device = Device()
+    _local.device = device
+    return device
+
+
+def current() -> Device:
+    """The current device of this thread; the CPU unless `use` said otherwise."""
+    if getattr(_local, "device", None) is None:
+        use("cpu")
+    return _local.device

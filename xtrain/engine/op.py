@@ -1,0 +1,196 @@
+"""The op contract: one declaration, from which dispatch, differentiation and tests follow.
+
+An op is declared once with a readable reference: a forward and a backward in array code that runs
+on NumPy and CuPy alike. The reference is the specification, the fallback and the float64 oracle. A
+fused kernel is an optional override, registered by a file of the same name under `xtrain/cpu` or
+`xtrain/cuda/kernels`:
+
+    rms_norm.fuse("cpu", forward, backward)
+
+    forward(xp, *arrays, **attrs)          -> (y, saved)    y: array, or tuple for several outputs
+    backward(xp, dy, saved, **attrs)       -> one gradient an input, None where there is none
+
+`saved` is whatever the pair agrees on. A backward declared with `accumulates=(i, ...)` is also
+given `into`: for each such input the gradient buffer to add to (then it returns None for it), or
+None when there is no buffer (then it returns the gradient). Gradients of big matrices so never
+exist twice.
+
+Attributes are plain Python values known before the step runs; everything that changes from step to
+step is an array input. `tests/test_ops.py` generates gradient, parity, hygiene and determinism
+checks for every sample of every op in `OPS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from xtrain.engine import debug, device
+from xtrain.engine.dtype import FLOATS, float64
+from xtrain.engine.tensor import SEED, Node, Tensor, is_recording
+
+OPS: dict[str, "Op"] = {}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One forward and, for differentiable ops, one backward; see the module docstring."""
+
+    forward: Callable
+    backward: Callable | None = None
+    accumulates: tuple[int, ...] = ()
+    name: str = "reference"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a test draws one input: normal numbers, integer ids, or a given constant array."""
+
+    shape: tuple[int, ...]
+    kind: str = "normal"  # normal | positive | ids | starts | key
+    high: int = 0  # exclusive bound of ids
+    scale: float = 1.0
+
+
+def normal(*shape: int, scale: float = 1.0) -> Spec:
+    return Spec(shape, scale=scale)
+
+
+def positive(*shape: int) -> Spec:
+    return Spec(shape, "positive")
+
+
+def ids(high: int, *shape: int) -> Spec:
+    return Spec(shape, "ids", high)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A named set of inputs on which an op is tested and, tagged `bench`, timed."""
+
+    name: str
+    inputs: tuple
+    attrs: dict = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    reduced: int = 1  # length of the longest sum, by whose square root rounding grows
+
+
+class Op:
+    """A declared op. Calling it runs the best implementation and records it on the tape."""
+
+    def __init__(
+        self,
+        name: str,
+        reference: Implementation,
+        *,
+        samples: tuple[Sample, ...],
+        check: Callable | None = None,
+        mutates: tuple[int, ...] = (),
+        sees_seed: bool = False,
+    ):
+        if name in OPS:
+            raise ValueError(f"op {name} is declared twice")
+        self.name = name
+        self.reference = reference
+        self.samples = samples
+        self.check = check
+        self.mutates = mutates  # inputs updated in place (optimizer ops, which are not recorded)
+        self.sees_seed = sees_seed  # backward is handed SEED itself when it is the tape's start
+        self.fused: dict[str, Implementation] = {}
+        OPS[name] = self
+
+    def fuse(
+        self,
+        backend: str,
+        forward: Callable,
+        backward: Callable | None = None,
+        *,
+        accumulates: tuple[int, ...] = (),
+        variant: str | None = None,
+    ) -> None:
+        """Register a kernel for a backend; a variant is used only where the device asks for it."""
+        key = backend if variant is None else f"{backend}:{variant}"
+        self.fused[key] = Implementation(forward, backward, accumulates, key)
+
+    def implementation(self, arrays: tuple) -> Implementation:
+        """The implementation that runs for these arrays on the current device.
+
+        Kernels take fp32 and bf16; float64 exists only to check gradients, on the reference.
+        """
+        here = device.current()
+        if debug.use_reference_only() or any(
+            getattr(a, "dtype", None) == float64 and a.ndim > 0 for a in arrays
+        ):
+            return self.reference
+        variant = here.variants.get(self.name)
+        if variant is not None:
+            return self.fused[f"{here.name}:{variant}"]
+        return self.fused.get(here.name, self.reference)
+
+    def run(self, *arrays, **attrs):
+        """Run on plain arrays without the tape; returns the output array or tuple of arrays."""
+        xp = device.current().xp
+        y, _ = self.implementation(arrays).forward(xp, *arrays, **attrs)
+        return y
+
+    def __call__(self, *inputs, **attrs):
+        """Run on tensors (or plain arrays, or None for an absent input) and record the op."""
+        arrays = tuple(i.data if isinstance(i, Tensor) else i for i in inputs)
+        if self.check is not None:
+            self.check(*arrays, **attrs)
+        chosen = self.implementation(arrays)
+        xp = device.current().xp
+        y, saved = chosen.forward(xp, *arrays, **attrs)
+        several = isinstance(y, tuple)
+        if debug.level() >= 3:
+            _require_finite(self.name, xp, y if several else (y,))
+        if not (is_recording() and any(isinstance(i, Tensor) and _wants(i) for i in inputs)):
+            return tuple(map(Tensor, y)) if several else Tensor(y)
+        outputs = y if several else (y,)
+        node = Node(
+            self.name,
+            inputs,
+            len(outputs),
+            _backward_of(self, chosen, xp, inputs, outputs, saved, attrs),
+        )
+        tensors = tuple(
+            Tensor(out, requires_grad=out.dtype in FLOATS, node=node, index=k)
+            for k, out in enumerate(outputs)
+        )
+        return tensors if several else tensors[0]
+
+
+def _wants(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _backward_of(op, chosen, xp, inputs, outputs, saved, attrs) -> Callable:
+    like = [(out.shape, out.dtype) for out in outputs]
+
+    def run_backward(gradients: list) -> tuple:
+        dys = tuple(
+            _materialize(xp, g, *like[k], keep_seed=op.sees_seed) for k, g in enumerate(gradients)
+        )
+        dy = dys if len(dys) > 1 else dys[0]
+        if not chosen.accumulates:
+            return chosen.backward(xp, dy, saved, **attrs)
+        into = tuple(
+            inputs[i].grad if isinstance(inputs[i], Tensor) and inputs[i].node is None else None
+            for i in chosen.accumulates
+        )
+        return chosen.backward(xp, dy, saved, into=into, **attrs)
+
+    return run_backward
+
+
+def _materialize(xp, gradient, shape, dtype, *, keep_seed):
+    """An output that nothing used has gradient zero; the start of the tape has gradient one."""
+    if gradient is None:
+        return xp.zeros(shape, dtype)
+    if gradient is SEED and not keep_seed:
+        return xp.ones(shape, dtype)
+    return gradient
+
+
+def _require_finite(name: str, xp, outputs: tuple) -> None:
+    for k, out in enumerate(outputs):
+        if out.dtype in FLOATS and not bool(xp.isfinite(out.astype("float32")).all()):
+            raise FloatingPointError(f"{name}: output {k} {out.shape} has NaN or infinity")

@@ -1,0 +1,128 @@
+"""Parameters and the flat buffers they live in.
+
+All parameters of a model share four fp32 buffers: master weights, gradient and the two moments of
+AdamW. A parameter is a view of each. One optimizer pass is one pass over memory, an all-reduce
+bucket is a slice, a checkpoint is a table of names and views, and no address ever moves, which a
+captured step relies on. Parameters that weight decay applies to come first.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from xtrain.engine import rng
+from xtrain.engine.device import Device
+from xtrain.engine.tensor import Tensor
+
+ALIGNMENT = 64  # elements; every parameter starts at a multiple, so vector loads never straddle two
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named range of rows of a fused parameter: q_proj of [q_proj | k_proj | v_proj]."""
+
+    name: str
+    rows: int
+
+
+class Parameter(Tensor):
+    """A leaf whose storage is a view of the flat buffers once `FlatBuffers` has placed it.
+
+    shape: as stored. std: standard deviation of the normal initialization; None means ones.
+    rows: rows that are real; the rest is padding, initialized to zero and never updated.
+    """
+
+    __slots__ = ("declared", "decay", "parts", "rows", "std")
+
+    def __init__(self, shape, *, std: float | None, decay: bool, rows=None, parts=()):
+        super().__init__(None, requires_grad=True)
+        self.declared = tuple(shape)
+        self.std = std
+        self.decay = decay
+        self.rows = shape[0] if rows is None else rows
+        self.parts: tuple[Part, ...] = tuple(parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.declared
+
+    @property
+    def size(self) -> int:
+        """Stored elements, padding included."""
+        return int(np.prod(self.declared))
+
+    @property
+    def count(self) -> int:
+        """Elements that are real parameters, padding excluded."""
+        return self.size // self.declared[0] * self.rows
+
+    def accumulate_grad(self, gradient) -> None:
+        self.grad += gradient
+
+
+class FlatBuffers:
+    """Master weights, gradient and moments of a model, allocated once on a device.
+
+    parameters: (name, Parameter) pairs. After construction every parameter's `data` and `grad` are
+    views. `decayed` is the number of leading elements that weight decay applies to.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Parameter]], device: Device):
+        named = sorted(parameters, key=lambda item: not item[1].decay)  # stable: decayed first
+        self.offsets: dict[str, int] = {}
+        self.parameters = dict(named)
+        at = decayed = 0
+        for name, p in named:
+            self.offsets[name] = at
+            at += -(-p.size // ALIGNMENT) * ALIGNMENT
+            if p.decay:
+                decayed = at
+        self.size, self.decayed = at, decayed
+        xp = device.xp
+        self.master = xp.zeros(at, np.float32)
+        self.grad = xp.zeros(at, np.float32)
+        self.moment1 = xp.zeros(at, np.float32)
+        self.moment2 = xp.zeros(at, np.float32)
+        for name, p in named:
+            p.data = self.view(self.master, name)
+            p.grad = self.view(self.grad, name)
+
+    def view(self, buffer, name: str):
+        """The part of a flat buffer that belongs to a parameter, in its shape."""
+        p, at = self.parameters[name], self.offsets[name]
+        return buffer[at : at + p.size].reshape(p.declared)
+
+    def initialize(self, seed: int, device: Device) -> None:
+        """Draw the initial weights; each parameter's depend only on the seed and its name.
+
+        A fused parameter draws each part by the part's own name, so that fusing q, k and v or not
+        gives the same model.
+        """
+        key = rng.key_array(np, seed, 0)
+        for name, p in self.parameters.items():
+            weights = np.ones(p.declared, np.float32)
+            if p.std is not None:
+                weights[...] = 0
+                row_size = p.size // p.declared[0]
+                for part_name, start, rows in part_rows(name, p):
+                    site = rng.site_of(f"init/{part_name}")
+                    drawn = rng.standard_normal(np, rows * row_size, key, site)
+                    weights[start : start + rows] = p.std * drawn.reshape(rows, *p.declared[1:])
+            p.data[...] = device.array(weights)
+
+
+def part_rows(name: str, p: Parameter) -> list[tuple[str, int, int]]:
+    """(full name, first row, rows) of each part; the parameter itself when it is not fused.
+
+    `layers.0.self_attn.qkv_proj.weight` has the parts `layers.0.self_attn.q_proj.weight`, ...
+    """
+    if not p.parts:
+        return [(name, 0, p.rows)]
+    prefix, _, leaf = name.rpartition(".")
+    prefix = prefix.rpartition(".")[0]
+    found, start = [], 0
+    for part in p.parts:
+        found.append((".".join(filter(None, (prefix, part.name, leaf))), start, part.rows))
+        start += part.rows
+    return found

@@ -1,0 +1,168 @@
+"""Checks that follow from an op's declaration: gradient, parity, hygiene, determinism.
+
+Tolerances: rounding of a sum of n terms grows like sqrt(n) times the dtype's epsilon. A result may
+be off by 8 such units, relative to its L2 norm; 8 covers the handful of roundings an element sees
+besides the longest sum. fp32 kernels are compared with the float64 reference on the same inputs.
+"""
+
+import contextlib
+import zlib
+
+import numpy as np
+
+from xtrain.engine import device, rng
+from xtrain.engine.dtype import FLOATS, float32, float64
+from xtrain.engine.op import Op, Sample, Spec
+from xtrain.engine.tensor import Tensor, backward
+
+UNITS = 8
+EPSILON = {"float32": 2.0**-24, "bfloat16": 2.0**-9}
+STEP = 1e-6  # of central differences in float64: truncation ~ STEP**2, rounding ~ 1e-16 / STEP
+
+
+def tolerance(dtype, reduced: int) -> float:
+    """Allowed relative L2 error of a result whose longest sum has `reduced` terms."""
+    return UNITS * EPSILON[np.dtype(dtype).name] * max(reduced, 1) ** 0.5
+
+
+def draw(op: Op, sample: Sample, dtype) -> list:
+    """The sample's inputs as NumPy arrays: fixed by the op's and the sample's names."""
+    seed = zlib.crc32(f"{op.name}/{sample.name}".encode())
+    return [
+        None if spec is None else _draw(spec, np.random.default_rng([seed, i]), dtype)
+        for i, spec in enumerate(sample.inputs)
+    ]
+
+
+def _draw(spec: Spec, source, dtype):
+    match spec.kind:
+        case "normal":
+            return np.asarray(spec.scale * source.standard_normal(spec.shape)).astype(dtype)
+        case "positive":
+            return np.asarray(0.1 + source.random(spec.shape)).astype(dtype)
+        case "ids":
+            return source.integers(0, spec.high, spec.shape).astype(np.int32)
+        case "targets":
+            drawn = source.integers(0, spec.high, spec.shape).astype(np.int32)
+            drawn[source.random(spec.shape) < 0.25] = -100
+            return drawn
+        case "starts":
+            steps = source.random(spec.shape) < 0.3
+            index = np.where(steps, np.arange(spec.shape[1]), 0)
+            return np.maximum.accumulate(index, axis=1).astype(np.int32)
+        case "key":
+            return rng.key_array(np, 7, 3, 1)
+        case "hyper":
+            return np.array([1e-3, 0.19, 0.3, 0.7, spec.high]).astype(dtype)
+    raise ValueError(f"unknown kind of input {spec.kind!r}")
+
+
+def relative_error(value, truth) -> float:
+    """L2 distance over the truth's L2 norm, in float64; not finite if the value is not."""
+    value, truth = (np.asarray(a).astype(np.float64) for a in (value, truth))
+    scale = float(np.abs(truth).max(initial=0.0))
+    if scale == 0:
+        return float(np.linalg.norm(value))
+    return float(np.linalg.norm((value - truth) / scale) / np.linalg.norm(truth / scale))
+
+
+def run_pair(op: Op, implementation, arrays: list, attrs: dict, dys=None):
+    """Outputs and input gradients of one implementation, on plain arrays."""
+    xp = device.current().xp
+    y, saved = implementation.forward(xp, *arrays, **attrs)
+    ys = y if isinstance(y, tuple) else (y,)
+    if dys is None or implementation.backward is None:
+        return ys, None
+    extra = {}
+    if implementation.accumulates:
+        extra["into"] = tuple(None for _ in implementation.accumulates)
+    dy = tuple(dys) if len(ys) > 1 else dys[0]
+    return ys, implementation.backward(xp, dy, saved, **extra, **attrs)
+
+
+def draw_like(ys, dtype) -> list:
+    """Output gradients for the given outputs; scalars of the tape stay float64."""
+    source = np.random.default_rng(5)
+    return [
+        np.asarray(source.standard_normal(y.shape)).astype(float64 if y.ndim == 0 else dtype)
+        for y in ys
+    ]
+
+
+def gradient_error(op: Op, sample: Sample) -> float:
+    """Reference backward against central differences along random directions, float64.
+
+    Every differentiable input gets its own direction, and then all move together. Returns the worst
+    |analytic - numeric| / max(|analytic|, |numeric|, 1).
+    """
+    arrays = draw(op, sample, np.float64)
+    leaves = [Tensor(a, requires_grad=True) if _is_float(a) else a for a in arrays]
+    source = np.random.default_rng(11)
+
+    def outputs(values):
+        y = op(*values, **sample.attrs)
+        return y if isinstance(y, tuple) else (y,)
+
+    ys = outputs(leaves)
+    dys = [source.standard_normal(y.shape) for y in ys]
+    backward(list(ys), [np.asarray(d) for d in dys])
+    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _has_grad(leaf)]
+    directions = {i: source.standard_normal(arrays[i].shape) for i in chosen}
+    worst = 0.0
+    for group in [[i] for i in chosen] + [chosen]:
+        analytic = sum(float((leaves[i].grad * directions[i]).sum()) for i in group)
+
+        def along(t, group=group):
+            moved = [a + t * directions[i] if i in group else a for i, a in enumerate(arrays)]
+            return sum(
+                float((np.asarray(y.data) * d).sum()) for y, d in zip(outputs(moved), dys, strict=True)
+            )
+
+        numeric = (along(STEP) - along(-STEP)) / (2 * STEP)
+        worst = max(worst, abs(analytic - numeric) / max(abs(analytic), abs(numeric), 1.0))
+    return worst
+
+
+def _is_float(a) -> bool:
+    return a is not None and a.dtype in FLOATS
+
+
+def _has_grad(leaf: Tensor) -> bool:
+    return leaf.grad is not None
+
+
+def kernel_error_ratio(op: Op, sample: Sample, name: str) -> float:
+    """Worst error of a fused implementation in fp32, over its tolerance; <= 1 is within."""
+    narrow = draw(op, sample, float32)
+    wide = [a.astype(float64) if _is_float(a) else a for a in narrow]
+    truth_y, _ = run_pair(op, op.reference, wide, sample.attrs)
+    dys = draw_like(truth_y, float32)
+    wide = [a.astype(float64) if _is_float(a) else a for a in draw(op, sample, float32)]
+    truth_y, truth_dx = run_pair(
+        op, op.reference, wide, sample.attrs, [d.astype(float64) for d in dys]
+    )
+    ys, dxs = run_pair(op, op.fused[name], narrow, sample.attrs, dys)
+    pairs = list(zip(ys, truth_y, strict=True))
+    pairs += [(narrow[i], wide[i]) for i in op.mutates]
+    if dxs is not None:
+        pairs += [(d, t) for d, t in zip(dxs, truth_dx, strict=True) if t is not None]
+    limit = tolerance(float32, sample.reduced)
+    return max(relative_error(value, truth) / limit for value, truth in pairs)
+
+
+@contextlib.contextmanager
+def poisoned_allocations():
+    """Fill what `numpy.empty` hands out with NaN, so that an unwritten element shows."""
+    empty, empty_like = np.empty, np.empty_like
+
+    def poison(array):
+        if array.dtype in FLOATS:
+            array.fill(np.nan)
+        return array
+
+    np.empty = lambda *a, **k: poison(empty(*a, **k))
+    np.empty_like = lambda *a, **k: poison(empty_like(*a, **k))
+    try:
+        yield
+    finally:
+        np.empty, np.empty_like = empty, empty_like

@@ -1,0 +1,13 @@
+"""The two ways a run ends early that are not bugs."""
+
+
+class UsageError(ValueError):
+    """Something the user can put right; the message is one line that says how (exit code 2)."""
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM arrived and a complete checkpoint was kept (exit code 128 + signal)."""
+
+    def __init__(self, signal: int):
+        super().__init__(f"interrupted by signal {signal}")
+        self.signal = signal
