@@ -117,7 +117,7 @@ class Op:
         """
         here = device.current()
         if debug.use_reference_only() or any(
-            getattr(a, "dtype", None) == float64 and a.ndim > 0 for a in arrays
+            a is not None and a.ndim > 0 and a.dtype == float64 for a in arrays
         ):
             return self.reference
         variant = here.variants.get(self.name)

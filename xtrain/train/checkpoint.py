@@ -1,0 +1,191 @@
+"""Complete checkpoints or none: what a bitwise resume needs, written so that a kill cannot tear it.
+
+    checkpoints/<step>/model.safetensors       fp32 weights under Hugging Face's names
+    checkpoints/<step>/optimizer.safetensors   both moments under the same names, update counts
+    checkpoints/<step>/manifest.json           step, facts, sha256 of both files
+
+A checkpoint is written into a temporary directory, flushed to the disk and renamed. Randomness and
+data order are functions of the step, so the step number is all the state they have. Files hold no
+time or host: the same training gives the same hashes.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from xtrain.engine.device import Device
+from xtrain.engine.params import FlatBuffers, part_rows
+from xtrain.errors import UsageError
+from xtrain.train.optimizer import AdamW
+
+FORMAT = "xtrain checkpoint 1"
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete, verified checkpoint on disk."""
+
+    path: Path
+    manifest: dict
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    @property
+    def sha256(self) -> str:
+        """One hash for weights and optimizer state together."""
+        joined = "".join(self.manifest["sha256"][name] for name in FILES)
+        return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def named_parts(buffers: FlatBuffers, buffer) -> dict[str, object]:
+    """Hugging Face name -> view of the rows that belong to it, padding left out."""
+    found = {}
+    for name, p in buffers.parameters.items():
+        view = buffers.view(buffer, name)
+        for part, start, rows in part_rows(name, p):
+            found[part if part.startswith("lm_head") else f"model.{part}"] = view[start : start + rows]
+    return found
+
+
+def save(
+    directory: Path, step: int, buffers: FlatBuffers, optimizer: AdamW, device: Device, facts: dict
+) -> Checkpoint:
+    """Write checkpoint `step` under `directory`; returns it once it is safely on the disk.
+
+    A complete checkpoint of that step is kept as it is; a damaged one is moved aside.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    final = directory / str(step)
+    if final.exists():
+        with contextlib.suppress(UsageError):
+            return load_manifest(final)
+        final.rename(_free_name(directory / f"{step}.damaged"))
+    temporary = directory / f".writing-{step}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    weights = {n: _host(device, v) for n, v in named_parts(buffers, buffers.master).items()}
+    state = {}
+    for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
+        for name, view in named_parts(buffers, buffer).items():
+            state[f"{label}.{name}"] = _host(device, view)
+    state["updates"] = np.asarray(device.host(optimizer.updates)).reshape(1)
+    state["skipped"] = np.asarray(device.host(optimizer.skipped)).reshape(1)
+    save_file(weights, temporary / FILES[0], metadata={"format": "pt"})
+    save_file(state, temporary / FILES[1])
+    hashes = {name: _hash_and_flush(temporary / name) for name in FILES}
+    manifest = {"format": FORMAT, "step": step, "sha256": hashes, **facts}
+    with open(temporary / "manifest.json", "w") as file:
+        file.write(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _flush_directory(temporary)
+    temporary.rename(final)
+    _flush_directory(directory)
+    return Checkpoint(final, manifest)
+
+
+def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint directory and check it; UsageError names the file that is damaged."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not a checkpoint: it has no manifest.json") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"checkpoint {path}: manifest.json is damaged ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UsageError(f"{path} is not a checkpoint of this program ({FORMAT} expected)")
+    for name in FILES:
+        if not (path / name).is_file():
+            raise UsageError(f"checkpoint {path}: {name} is missing")
+        if verify and _hash(path / name) != manifest["sha256"][name]:
+            raise UsageError(f"checkpoint {path}: {name} is damaged (its sha256 does not match)")
+    return Checkpoint(path, manifest)
+
+
+def restore(checkpoint: Checkpoint, buffers: FlatBuffers, optimizer: AdamW, device: Device) -> None:
+    """Put weights, moments and counts back; shapes and names must be those of the model."""
+    state = load_file(checkpoint.path / FILES[1])
+    load_weights(checkpoint.path / FILES[0], buffers, device)
+    for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
+        for name, view in named_parts(buffers, buffer).items():
+            _put(view, state, f"{label}.{name}", checkpoint.path, device)
+    optimizer.updates[...] = int(state["updates"][0])
+    optimizer.skipped[...] = int(state["skipped"][0])
+
+
+def load_weights(file: Path, buffers: FlatBuffers, device: Device) -> None:
+    """Read model weights only, from a file with Hugging Face's names."""
+    weights = load_file(file)
+    for name, view in named_parts(buffers, buffers.master).items():
+        _put(view, weights, name, file, device)
+
+
+def _put(view, tensors: dict, name: str, origin: Path, device: Device) -> None:
+    if name not in tensors:
+        raise UsageError(f"{origin}: no tensor {name}; it belongs to another model")
+    if tensors[name].shape != view.shape:
+        raise UsageError(f"{origin}: {name} is {tensors[name].shape}, the model has {view.shape}")
+    view[...] = device.array(tensors[name].astype(np.float32, copy=False))
+
+
+def latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The last complete checkpoint, and one line for each damaged one that was passed over."""
+    damaged = []
+    for path in sorted(_step_directories(directory), key=lambda p: -int(p.name)):
+        try:
+            return load_manifest(path), damaged
+        except UsageError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def prune(directory: Path, *, keep_last: int, best_step: int | None) -> None:
+    """Delete all but the newest `keep_last` checkpoints and the best one, and half-written ones."""
+    for leftover in directory.glob(".writing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    newest_first = sorted(_step_directories(directory), key=lambda p: -int(p.name))
+    for path in newest_first[max(keep_last, 1) :]:
+        if int(path.name) != best_step:
+            shutil.rmtree(path)
+
+
+def _step_directories(directory: Path) -> list[Path]:
+    return [p for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
+
+
+def _host(device: Device, view) -> np.ndarray:
+    return np.ascontiguousarray(device.host(view))
+
+
+def _hash(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _hash_and_flush(file: Path) -> str:
+    with open(file, "rb") as stream:
+        os.fsync(stream.fileno())
+    return _hash(file)
+
+
+def _flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_name(path: Path) -> Path:
+    candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(1, 1000))]
+    return next(c for c in candidates if not c.exists())

@@ -1,0 +1,85 @@
+"""The one loop: load a batch, step, log, evaluate, save. What differs is handed in.
+
+Everything a step depends on is a function of its number, so the loop has no state to lose: started
+at step s with the checkpoint of step s, it goes on as if it had never stopped.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xtrain.errors import Interrupted
+from xtrain.train.config import OptimConfig, TrainConfig
+from xtrain.train.optimizer import learning_rate
+from xtrain.train.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop asks of its surroundings, as plain functions.
+
+    log(step, values): one line of metrics.  evaluate(step) -> values to log.  save(step): a
+    checkpoint after `step` steps.  stop() -> signal number that asks for an end, or None.
+    """
+
+    log: Callable[[int, dict], None]
+    evaluate: Callable[[int], dict]
+    save: Callable[[int], None]
+    stop: Callable[[], int | None]
+
+
+def total_steps(config: TrainConfig) -> int:
+    """Optimizer steps of the token budget; at least one."""
+    return max(config.max_tokens // tokens_per_step(config), 1)
+
+
+def tokens_per_step(config: TrainConfig) -> int:
+    return config.batch_size * config.seq_len * config.accumulation
+
+
+def train(
+    step: TrainingStep,
+    source,
+    *,
+    start: int,
+    train_config: TrainConfig,
+    optim_config: OptimConfig,
+    hooks: Hooks,
+) -> None:
+    """Run steps start .. total - 1. A step's number in the log is how many steps are done after it.
+
+    Raises Interrupted after saving a complete checkpoint when `hooks.stop` gives a signal.
+    """
+    last, per_step = total_steps(train_config), tokens_per_step(train_config)
+    if start == 0:
+        hooks.log(0, hooks.evaluate(0))
+    clock, clocked = time.perf_counter(), start
+    for number in range(start, last):
+        lr = learning_rate(optim_config, number, last)
+        step.load(source.batch(number), number, lr)
+        loss, grad_norm = step.run()
+        done = number + 1
+        if done % train_config.log_every_steps == 0 or done == last:
+            values = {
+                "loss": float(step.device.host(loss)),
+                "grad_norm": float(step.device.host(grad_norm)),
+                "lr": lr,
+                "tokens": done * per_step,
+                "epoch": source.epoch(number),
+                "skipped": int(step.device.host(step.optimizer.skipped)),
+            }
+            now = time.perf_counter()
+            values["tok_s"] = (done - clocked) * per_step / max(now - clock, 1e-9)
+            hooks.log(done, values)
+            clock, clocked = now, done
+        if done % train_config.eval_every_steps == 0 or done == last:
+            paused = time.perf_counter()
+            hooks.log(done, hooks.evaluate(done))
+            clock += time.perf_counter() - paused  # tok_s is of training alone
+        signal = hooks.stop()
+        if signal is not None or done % train_config.save_every_steps == 0 or done == last:
+            paused = time.perf_counter()
+            hooks.save(done)
+            clock += time.perf_counter() - paused
+        if signal is not None and done < last:
+            raise Interrupted(signal)
