@@ -13,11 +13,11 @@ from xtrain.models.config import Qwen3Config
 class KVCache:
     """Cache of `rows` sequences of up to `capacity` tokens each."""
 
-    def __init__(self, config: Qwen3Config, rows: int, capacity: int):
+    def __init__(self, config: Qwen3Config, rows: int, capacity: int, dtype="float32"):
         xp = device.current().xp
         shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys = [xp.zeros(shape, xp.float32) for _ in range(config.num_hidden_layers)]
-        self.values = [xp.zeros(shape, xp.float32) for _ in range(config.num_hidden_layers)]
+        self.keys = [xp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)]
+        self.values = [xp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)]
         self.lengths = xp.zeros(rows, xp.int32)
         self.capacity = capacity
         self.longest = 0  # no row holds more than this

@@ -128,6 +128,7 @@ def load_weights(file: Path, buffers: FlatBuffers, device: Device) -> None:
     weights = load_file(file)
     for name, view in named_parts(buffers, buffers.master).items():
         _put(view, weights, name, file, device)
+    buffers.refresh_copy()
 
 
 def _put(view, tensors: dict, name: str, origin: Path, device: Device) -> None:

@@ -78,6 +78,7 @@ class AdamW:
             b.moment1,
             b.moment2,
             hyper,
+            b.copy,
             decayed=b.decayed,
             beta1=c.beta1,
             beta2=c.beta2,

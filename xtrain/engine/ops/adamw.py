@@ -5,7 +5,8 @@
 
 p, g, m, v: (n,) fp32, modified.  hyper: (5,) fp32 on the device, [lr, bias1, sqrt(bias2), clip,
 apply]; with apply = 0 (a gradient that is not finite) only the gradient is zeroed. Weight decay
-applies to the first `decayed` elements. Each element takes one fp32 rounding an operation, in the
+applies to the first `decayed` elements. copy: bf16, or None; its elements are set to the rounded
+weights, in the same pass; it may be shorter than p. Each element takes one fp32 rounding an operation, in the
 order of `xtrain.engine.scalar`, so every backend agrees bit for bit.
 Source: Loshchilov and Hutter, arXiv:1711.05101; eps is outside the corrected root, as in PyTorch.
 """
@@ -16,14 +17,14 @@ from xtrain.engine import scalar
 from xtrain.engine.op import Implementation, Op, Sample, Spec, normal, positive
 
 
-def check(p, g, m, v, hyper, *, decayed, beta1, beta2, eps, weight_decay):
+def check(p, g, m, v, hyper, copy, *, decayed, beta1, beta2, eps, weight_decay):
     if not p.shape == g.shape == m.shape == v.shape or p.ndim != 1:
         raise ValueError(f"adamw: buffers differ: {p.shape} {g.shape} {m.shape} {v.shape}")
     if not 0 <= decayed <= p.size:
         raise ValueError(f"adamw: decayed={decayed} of {p.size} elements")
 
 
-def forward(xp, p, g, m, v, hyper, *, decayed, beta1, beta2, eps, weight_decay):
+def forward(xp, p, g, m, v, hyper, copy, *, decayed, beta1, beta2, eps, weight_decay):
     f32 = np.float32
     lr, bias1, sqrt_bias2, clip, apply = (hyper[i] for i in range(5))
     clipped = g * clip
@@ -39,13 +40,15 @@ def forward(xp, p, g, m, v, hyper, *, decayed, beta1, beta2, eps, weight_decay):
     m[...] = xp.where(keep, m, m_next)
     v[...] = xp.where(keep, v, v_next)
     g[...] = 0
+    if copy is not None:
+        copy[...] = p[: copy.size].astype(copy.dtype)
     return p, None
 
 
 def _sample(name, n, decayed, apply):
     buffers = (normal(n), normal(n), normal(n, scale=0.1), positive(n))
     attrs = dict(decayed=decayed, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    return Sample(name, (*buffers, Spec((5,), "hyper", high=apply)), attrs)
+    return Sample(name, (*buffers, Spec((5,), "hyper", high=apply), None), attrs)
 
 
 adamw = Op(
