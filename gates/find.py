@@ -49,7 +49,9 @@ def find_gates(directory: Path = HERE) -> dict[str, GateFile]:
             continue
         name = match["id"]
         if name in found:
-            raise UsageError(f"{found[name].path.name} and {path.name} are both gate {name.upper()}")
+            raise UsageError(
+                f"{found[name].path.name} and {path.name} are both gate {name.upper()}"
+            )
         found[name] = GateFile(name, path)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 

@@ -12,12 +12,12 @@ there, and a README edit stales nothing. Three things that plain imports do not 
 
 import ast
 import hashlib
-import os
 import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from xtrain.confdir import conf_dir
 from xtrain.errors import UsageError
 
 PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
@@ -70,15 +70,6 @@ def package_roots() -> dict[str, Path]:
         if spec is not None and spec.submodule_search_locations:
             roots[package] = Path(next(iter(spec.submodule_search_locations))).resolve()
     return roots
-
-
-def conf_dir() -> Path:
-    """The directory of the YAML files: XTRAIN_CONF, beside the package, or inside it (a wheel)."""
-    package = package_roots()["xtrain"]
-    for path in (os.environ.get("XTRAIN_CONF"), package / "conf", package.parent / "conf"):
-        if path and (Path(path) / "config.yaml").is_file():
-            return Path(path).resolve()
-    raise UsageError("no conf/ directory found beside the xtrain package (set XTRAIN_CONF)")
 
 
 def _configs(names: Iterable[str]) -> dict[str, Path]:
@@ -136,7 +127,9 @@ def _loaded(tree: ast.AST, strings: set[str], name: str, modules: dict[str, Path
         for pattern in _patterns(tree):
             reached |= {each for each in modules if pattern.fullmatch(each)}
     if called & {"iter_modules", "walk_packages"}:
-        package = name if modules.get(name, Path()).name == "__init__.py" else name.rpartition(".")[0]
+        package = (
+            name if modules.get(name, Path()).name == "__init__.py" else name.rpartition(".")[0]
+        )
         reached |= {each for each in modules if each.startswith(f"{package}.")}
     return reached
 

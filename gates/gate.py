@@ -1,7 +1,7 @@
 """What a gate is: measurements that return numbers, and defects that those numbers must expose.
 
-A gate file is `gates/<id>_<slug>.py` with one module-level GATE. It measures only: the bars stand in
-`conf/phase/<id>.yaml` or `conf/run/<id>.yaml` and `gates.judge` compares. Keep this file to the
+A gate file is `gates/<id>_<slug>.py` with one module-level GATE. It measures only: the bars stand
+in `conf/phase/<id>.yaml` or `conf/run/<id>.yaml` and `gates.judge` compares. Keep this file to the
 declarations, because it is part of every gate's code fingerprint.
 """
 
@@ -32,7 +32,7 @@ RunMeasure = Callable[[str, Path], Mapping[str, float | NotMeasured]]
 
 @dataclass(frozen=True)
 class Defect:
-    """A seeded fault: inside `patch()`, `measure(device)` must miss the bar of the check `rejects`."""
+    """A seeded fault: inside `patch()`, `measure(device)` must miss the bar of check `rejects`."""
 
     name: str
     rejects: str
@@ -44,12 +44,13 @@ class Defect:
 class Gate:
     """The measurements of one phase, run or milestone.
 
-    measures: each is called with the device class (`cpu` or `cuda`) and returns values by check name.
+    measures: each is called with the device class (`cpu`, `cuda`), returns values by check name.
     run_measures: the same for what reads a trained run; called with (device class, outputs root).
     defects: at least one, or `--prove` fails.
     composes: configs that the measurements compose, e.g. `model/v0`; part of the code fingerprint.
     artifact: (device class, outputs root) -> fingerprints of what was judged, by `config`, `data`,
-    `checkpoint`; for gates of runs.
+    `checkpoint`; for gates of runs. trained_on: likewise -> name of the data config, which chooses
+    the checks; None when there is no run yet.
     """
 
     id: str
@@ -59,3 +60,4 @@ class Gate:
     composes: tuple[str, ...] = ()
     run_measures: tuple[RunMeasure, ...] = ()
     artifact: Callable[[str, Path], Mapping[str, str]] | None = None
+    trained_on: Callable[[str, Path], str | None] | None = None

@@ -26,7 +26,8 @@ class Check:
     """`name op bar`, e.g. `peak memory ratio <= 0.5`.
 
     original: what the original xtrain measured, as text. device: `any`, or the only device class on
-    which the number exists. unit and note are shown beside the number.
+    which the number exists. data: `any`, or the only data for which the bar was set (a run trained
+    on other text has other losses). unit and note are shown beside the number.
     Raises UsageError for an unknown op or device, or a bar that is not a finite number.
     """
 
@@ -35,6 +36,7 @@ class Check:
     bar: float
     original: str = ""
     device: str = "any"
+    data: str = "any"
     unit: str = ""
     note: str = ""
 
@@ -43,7 +45,9 @@ class Check:
             raise UsageError(f"check {self.name!r}: op={self.op!r}, choose one of {' '.join(OPS)}")
         if self.device not in DEVICES:
             choices = ", ".join(DEVICES)
-            raise UsageError(f"check {self.name!r}: device={self.device!r}, choose one of {choices}")
+            raise UsageError(
+                f"check {self.name!r}: device={self.device!r}, choose one of {choices}"
+            )
         is_number = isinstance(self.bar, int | float) and not isinstance(self.bar, bool)
         if not is_number or not math.isfinite(self.bar):
             raise UsageError(f"check {self.name!r}: bar={self.bar!r} is not a finite number")

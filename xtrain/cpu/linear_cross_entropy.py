@@ -1,96 +1,298 @@
-"""draft"""
+"""The head's product and cross-entropy on the CPU: three matrix products, no logits kept.
+
+A group of GROUP tokens at a time, the vocabulary in parts that threads share:
+
+    score:    E = 2**(x log2(e) @ w.T - shift), its column sums, and E.T @ w, while a chunk of E is
+              in cache; shift is a bound of each token's logits in this part, good to SLACK bits
+    combine:  log-sum-exp over the parts; each part's E is off by a factor that is known only now
+    spread:   dweight += E.T @ (factor * coefficient * x)
+
+The factors scale x and the partial dx, never E, so the exponentials are taken once, and E (vocabulary
+x GROUP floats, reused by all groups) is written and read once. Everything is transposed: lanes are
+tokens, so sums and maxima over the vocabulary need no shuffles. Only tokens with targets are
+computed. The target's own term is added at the end.
+
+x: (N, D) fp32.  weight: (Vpad, D) fp32.  Logits and exponentials in fp32, sums of exponentials over
+chunks, log-sum-exp and losses in float64. The partition depends on shapes alone and every sum has
+one order, so the bits do not depend on the number of threads.
+"""
+
 import numpy as np
 from numba import njit, prange
-from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, exp2_sum_tile, exp2_tile
 
-CHUNK = 64
-GROUP = 64  # rows of x whose probabilities are kept at a time
-PART = 2048
-SLACK = np.float32(24)
-LOG2E = 1.4426950408889634
+from xtrain.cpu.parallel import PRANGE_ONLY
+from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, exp2_tile, multiply_tile
+from xtrain.engine.ops import cross_entropy as op
+from xtrain.engine.tensor import SEED
+
+GROUP = 64  # tokens; larger means less traffic of dweight, smaller a smaller E
+PART = 2048  # words
+CHUNK = 64  # words whose E is used again while in cache
+SLACK = np.float32(24)  # bits that a logit may exceed the shift by before the shift is raised
+LOG2E = np.float32(1.4426950408889634)
+LN2 = 0.6931471805599453
+
+
+def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):
+    """See `xtrain.engine.ops.cross_entropy`."""
+    rows, flat, valid = _valid_rows(x, targets)
+    if dweight_into is None:
+        logp = _log_probabilities(rows, weight, flat[valid], vocab_size)
+        return _loss(logp, scale), (x, weight, flat, scale)
+    coefficient = np.full(valid.size, scale, np.float32)
+    logp, dx = _gradients(x, weight, flat, coefficient, vocab_size, dweight_into)
+    return _loss(logp, scale), (dx,)
+
+
+def loss_backward(xp, dy, saved, *, vocab_size, dweight_into=None, into):
+    """See `xtrain.engine.ops.cross_entropy`."""
+    if dweight_into is not None:
+        op.require_start(dy)
+        return saved[0], None, None, None
+    x, weight, flat, scale = saved
+    factor = scale if dy is SEED else scale * dy
+    coefficient = np.full(int((flat >= 0).sum()), factor, np.float32)
+    dweight = np.zeros_like(weight) if into[0] is None else into[0]
+    _, dx = _gradients(x, weight, flat, coefficient, vocab_size, dweight)
+    return dx, dweight if into[0] is None else None, None, None
+
+
+def logprob_forward(xp, x, weight, targets, *, vocab_size):
+    """See `xtrain.engine.ops.cross_entropy`."""
+    rows, flat, valid = _valid_rows(x, targets)
+    y = np.zeros(flat.shape, np.float32)
+    y[valid] = _log_probabilities(rows, weight, flat[valid], vocab_size)
+    return y.reshape(targets.shape), (x, weight, flat)
+
+
+def logprob_backward(xp, dy, saved, *, vocab_size, into):
+    """See `xtrain.engine.ops.cross_entropy`."""
+    x, weight, flat = saved
+    coefficient = -dy.reshape(-1)[flat >= 0].astype(np.float32)
+    dweight = np.zeros_like(weight) if into[0] is None else into[0]
+    _, dx = _gradients(x, weight, flat, coefficient, vocab_size, dweight)
+    return dx, dweight if into[0] is None else None, None
+
+
+def _valid_rows(x, targets):
+    """Rows of x that have a target, all targets, and the rows' indices."""
+    flat = np.ascontiguousarray(targets, np.int32).reshape(-1)
+    valid = np.flatnonzero(flat >= 0)
+    rows = x.reshape(-1, x.shape[-1])
+    return (rows if valid.size == flat.size else rows[valid]), flat, valid
+
+
+def _loss(logp, scale):
+    return np.asarray(-logp.sum() * np.float64(scale))
+
+
+def _log_probabilities(rows, weight, targets, vocab_size):
+    """log p of each target, (n,) float64."""
+    none, no_rows = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+    logp, _ = _run(rows, weight, targets, vocab_size, none, no_rows)
+    return logp
+
+
+def _gradients(x, weight, flat, coefficient, vocab_size, dweight):
+    """log p (n,), and dx of sum(-coefficient * log p); its dweight is added in place."""
+    rows, _, valid = _valid_rows(x, flat)
+    logp, drows = _run(rows, weight, flat[valid], vocab_size, coefficient, dweight)
+    if valid.size == flat.size:
+        return logp, drows.reshape(x.shape)
+    dx = np.zeros((flat.size, x.shape[-1]), np.float32)
+    dx[valid] = drows
+    return logp, dx.reshape(x.shape)
+
+
+@njit(parallel=PRANGE_ONLY, cache=True)
+def _run(x, weight, targets, vocab_size, coefficient, dweight):
+    """log p (n,) float64 and, where dweight has rows, dx (n, D); dweight is added to."""
+    n, D = x.shape
+    train = dweight.shape[0] > 0
+    parts = (vocab_size + PART - 1) // PART
+    logp = np.empty(n, np.float64)
+    dx = np.empty((n if train else 0, D), np.float32)
+    # Rows of E: the whole vocabulary, or one chunk a part when only sums are wanted.
+    E = np.empty((parts * (PART if train else CHUNK), GROUP), np.float32)
+    shift = np.empty((parts, GROUP), np.float32)
+    total = np.empty((parts, GROUP), np.float64)
+    factor = np.empty((parts, GROUP), np.float32)
+    partial = np.empty((parts, GROUP // LANES, _round_up(D, ROWS), LANES), np.float32)
+    panels = np.empty((GROUP // LANES, D, LANES), np.float32)
+    for first in range(0, n, GROUP):
+        last = min(first + GROUP, n)
+        used = (last - first + LANES - 1) // LANES
+        _load_panels(x, first, last, panels)
+        for part in prange(parts):
+            _score(panels, used, weight, vocab_size, np.int64(part), train, E, shift, total, partial)
+        for token in prange(first, last):
+            i = np.int64(token)
+            lane = i - first
+            lse2 = _log2_sum_exp2(shift, total, lane)
+            logp[i] = _dot(x, i, weight, targets[i]) - lse2 * LN2
+            if train:
+                for part in range(parts):
+                    factor[part, lane] = coefficient[i] * np.exp2(shift[part, lane] - lse2)
+                for d in range(D):
+                    summed = np.float32(0)
+                    for part in range(parts):
+                        own = partial[part, lane // LANES, d, lane % LANES]
+                        summed += factor[part, lane] * own
+                    dx[i, d] = summed - coefficient[i] * weight[targets[i], d]
+        if train:
+            for part in prange(parts):
+                _spread(x, first, last, used * LANES, vocab_size, np.int64(part), E, factor, dweight)
+            for i in range(first, last):
+                for d in range(D):
+                    dweight[targets[i], d] -= coefficient[i] * x[i, d]
+    return logp, dx
+
 
 @njit(cache=True)
-def load_words(weight, first, last, words):
-    D = weight.shape[1]
+def _round_up(size, multiple):
+    return (size + multiple - 1) // multiple * multiple
+
+
+@njit(cache=True)
+def _load_panels(x, first, last, panels):
+    """Transpose a group of tokens into panels of LANES; absent tokens are zero."""
+    panels.fill(0)
+    for i in range(last - first):
+        for d in range(x.shape[1]):
+            panels[i // LANES, d, i % LANES] = x[first + i, d] * LOG2E
+
+
+@njit(cache=True)
+def _load_words(weight, first, last, words, bias):
+    """Copy rows of weight; absent ones are zero and their bias takes them out of every sum."""
+    words.fill(0)
+    bias.fill(-np.inf)
+    for i in range(last - first):
+        bias[i] = 0
+        for d in range(weight.shape[1]):
+            words[i, d] = weight[first + i, d]
+
+
+@njit(cache=True)
+def _score(panels, used, weight, vocab_size, part, train, E, shift, total, partial):
+    """E of one part of the vocabulary, its sums, and weight.T @ E in partial[part]."""
+    width = partial.shape[2]
+    words = np.empty((CHUNK, width), np.float32)
+    bias = np.empty(CHUNK, np.float32)
+    bound = np.empty(GROUP, np.float32)
+    summed = np.empty(LANES, np.float32)
+    peak = np.empty(LANES, np.float32)
+    bound.fill(0)
+    total[part].fill(0)
+    partial[part].fill(0)
+    start = part * PART
+    stop = min(start + PART, vocab_size)
+    for first in range(start, stop, CHUNK):
+        last = min(first + CHUNK, stop)
+        rows = _round_up(last - first, ROWS)
+        row = first if train else part * CHUNK
+        _load_words(weight, first, last, words, bias)
+        for p in range(used):
+            if first == start:  # the first tile's maximum is the first shift
+                _exponentials(words, ROWS, bias, panels, p, bound, summed, peak, E, row)
+                for j in range(LANES):
+                    bound[p * LANES + j] = peak[j]
+            _exponentials(words, rows, bias, panels, p, bound, summed, peak, E, row)
+            while _exceeds(peak, bound, p):
+                kept = first - start if train else 0
+                _raise_bound(bound, peak, p, total, partial, part, E, start, kept)
+                _exponentials(words, rows, bias, panels, p, bound, summed, peak, E, row)
+            for j in range(LANES):
+                total[part, p * LANES + j] += summed[j]
+            if train:
+                a = (part * partial.shape[1] + p) * width
+                for d in range(0, width, ROWS):
+                    add_multiply_tile(
+                        words, d, 1, width, E, row * GROUP + p * LANES, GROUP, rows,
+                        partial, (a + d) * LANES, LANES,
+                    )  # fmt: skip
+    for j in range(GROUP):
+        shift[part, j] = bound[j]
+
+
+@njit(cache=True)
+def _exponentials(words, rows, bias, panels, p, bound, summed, peak, E, row):
+    """E for one chunk and panel, its column sums, and the largest exponents (without shift)."""
+    D, width = panels.shape[1], words.shape[1]
+    summed.fill(0)
+    peak.fill(-np.inf)
+    for v in range(0, rows, ROWS):
+        exp2_tile(
+            words, v * width, width, 1, panels, p * D * LANES, LANES, D, bias, v,
+            bound, p * LANES, summed, peak, E, (row + v) * GROUP + p * LANES, GROUP,
+        )  # fmt: skip
+
+
+@njit(cache=True)
+def _exceeds(peak, bound, p):
+    exceeded = False
+    for j in range(LANES):
+        exceeded |= peak[j] > bound[p * LANES + j] + SLACK
+    return exceeded
+
+
+@njit(cache=True)
+def _raise_bound(bound, peak, p, total, partial, part, E, start, kept):
+    """Raise the bound to the peak where it is exceeded, and rescale what was made with it."""
+    for j in range(LANES):
+        lane = p * LANES + j
+        if peak[j] > bound[lane] + SLACK:
+            factor = np.float32(np.exp2(bound[lane] - peak[j]))
+            bound[lane] = peak[j]
+            total[part, lane] *= factor
+            for d in range(partial.shape[2]):
+                partial[part, p, d, j] *= factor
+            for v in range(start, start + kept):
+                E[v, lane] *= factor
+
+
+@njit(cache=True)
+def _log2_sum_exp2(shift, total, lane):
+    """log2 of the sum over parts of total * 2**shift, in float64; NaN if any part's is."""
+    largest = np.float64(shift[0, lane])
+    for part in range(1, shift.shape[0]):
+        largest = max(largest, np.float64(shift[part, lane]))
+    summed = 0.0
+    for part in range(shift.shape[0]):
+        summed += total[part, lane] * np.exp2(shift[part, lane] - largest)
+    return largest + np.log2(summed)
+
+
+@njit(cache=True)
+def _dot(x, i, weight, word):
+    summed = 0.0
+    for d in range(x.shape[1]):
+        summed += np.float64(x[i, d]) * np.float64(weight[word, d])
+    return summed
+
+
+@njit(cache=True)
+def _spread(x, first, last, lanes, vocab_size, part, E, factor, dweight):
+    """dweight += E @ (factor * x) for one part of the vocabulary; absent tokens count as zero."""
+    D = x.shape[1]
+    width = _round_up(D, LANES)
+    scaled = np.zeros((GROUP, width), np.float32)
+    spare = np.empty((ROWS, LANES), np.float32)
     for i in range(last - first):
         for d in range(D):
-            words[i, d] = weight[first + i, d]
-    for i in range(last - first, words.shape[0]):
-        for d in range(words.shape[1]):
-            words[i, d] = 0
+            scaled[i, d] = factor[part, i] * x[first + i, d]
+    stop = min((part + 1) * PART, vocab_size)
+    for v in range(part * PART, stop, ROWS):
+        a = v * GROUP
+        for d in range(0, D, LANES):
+            if v + ROWS <= stop and d + LANES <= D:
+                add_multiply_tile(E, a, GROUP, 1, scaled, d, width, lanes, dweight, v * D + d, D)
+            else:
+                multiply_tile(E, a, GROUP, 1, scaled, d, width, lanes, spare, 0, LANES)
+                for i in range(min(ROWS, stop - v)):
+                    for j in range(min(LANES, D - d)):
+                        dweight[v + i, d + j] += spare[i, j]
 
-@njit(parallel=True, cache=True)
-def log_sum_exp(panels, weight, vocab, shift, total):
-    """panels (P, D, LANES) holds x log2 e transposed"""
-    P, D, _ = panels.shape
-    parts = shift.shape[0]
-    for part in prange(parts):
-        words = np.empty((CHUNK, D), np.float32)
-        bias = np.zeros(CHUNK, np.float32)
-        peak = np.empty(LANES, np.float32)
-        now = np.empty(LANES, np.float32)
-        ref = np.empty((P, LANES), np.float32)
-        ref[:] = -np.inf
-        first_part = part * PART
-        last_part = min(first_part + PART, vocab)
-        for first in range(first_part, last_part, CHUNK):
-            last = min(first + CHUNK, last_part)
-            load_words(weight, first, last, words)
-            bias[last - first:] = -np.inf
-            rows = (last - first + ROWS - 1) // ROWS * ROWS
-            for p in range(P):
-                for attempt in range(2):
-                    for j in range(LANES):
-                        peak[j] = -np.inf
-                        now[j] = 0
-                    for v in range(0, rows, ROWS):
-                        exp2_sum_tile(words, v * D, D, 1, panels, p * D * LANES, LANES, D, bias, v, ref[p], now, peak, 0)
-                    raised = False
-                    for j in range(LANES):
-                        if peak[j] > ref[p, j] + SLACK:
-                            raised = True
-                    if not raised:
-                        break
-                    for j in range(LANES):
-                        if peak[j] > ref[p, j] + SLACK:
-                            if ref[p, j] > -np.inf:
-                                total[part, p * LANES + j] *= 2.0 ** (np.float64(ref[p, j]) - np.float64(peak[j]))
-                            ref[p, j] = peak[j]
-                for j in range(LANES):
-                    total[part, p * LANES + j] += now[j]
-        for p in range(P):
-            for j in range(LANES):
-                shift[part, p * LANES + j] = ref[p, j]
 
-@njit(parallel=True, cache=True)
-def gradients(panels, rows_x, weight, vocab, lse2, dweight, dx_parts):
-    """rows_x (P*LANES, Dp) scaled x; lse2 (P*LANES)"""
-    P, D, _ = panels.shape
-    Dp = rows_x.shape[1]
-    parts = dx_parts.shape[0]
-    stride = GROUP + 16
-    per = GROUP // LANES
-    for part in prange(parts):
-        words = np.empty((CHUNK, Dp), np.float32)
-        dwords = np.empty((CHUNK, Dp), np.float32)
-        prob = np.empty((CHUNK, stride), np.float32)
-        first_part = part * PART
-        last_part = min(first_part + PART, vocab)
-        for first in range(first_part, last_part, CHUNK):
-            last = min(first + CHUNK, last_part)
-            load_words(weight, first, last, words)
-            dwords[:] = 0
-            rows = (last - first + ROWS - 1) // ROWS * ROWS
-            for g in range(0, P, per):
-                panels_here = min(per, P - g)
-                for p in range(g, g + panels_here):
-                    for v in range(0, rows, ROWS):
-                        exp2_tile(words, v * Dp, Dp, 1, panels, p * D * LANES, LANES, D, lse2, p * LANES, prob, v * stride + (p - g) * LANES, stride)
-                    for d in range(0, Dp, ROWS):
-                        add_multiply_tile(words, d, 1, Dp, prob, (p - g) * LANES, stride, rows, dx_parts, ((part * P + p) * Dp + d) * LANES, LANES)
-                for v in range(0, rows, ROWS):
-                    for d in range(0, Dp, LANES):
-                        add_multiply_tile(prob, v * stride, stride, 1, rows_x, g * LANES * Dp + d, Dp, panels_here * LANES, dwords, v * Dp + d, Dp)
-            for i in range(last - first):
-                for d in range(D):
-                    dweight[first + i, d] += dwords[i, d]
+op.linear_cross_entropy.fuse("cpu", loss_forward, loss_backward, accumulates=(1,))
+op.token_logprob.fuse("cpu", logprob_forward, logprob_backward, accumulates=(1,))

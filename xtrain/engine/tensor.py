@@ -157,7 +157,8 @@ def backward(outputs: list[Tensor], gradients: list) -> None:
         node = tensor.node
         if node is None:
             if tensor.requires_grad:
-                tensor.accumulate_grad(gradient)
+                is_start = gradient is SEED
+                tensor.accumulate_grad(np.ones_like(tensor.data) if is_start else gradient)
             return
         if node not in pending:
             pending[node] = [None] * node.n_outputs

@@ -35,6 +35,12 @@ class KVCache:
         used = slice(0, self.longest + T)
         return Tensor(self.keys[layer][:, :, used]), Tensor(self.values[layer][:, :, used])
 
+    def keep(self, lengths: list[int]) -> None:
+        """Keep the first lengths[b] tokens of row b, so that right padding is overwritten."""
+        xp = device.current().xp
+        self.lengths[...] = xp.asarray(lengths, dtype=xp.int32)
+        self.longest = max(lengths)
+
     def advance(self, tokens: int) -> None:
         """Count `tokens` more in every row, after the last layer has appended them."""
         self.lengths += device.current().xp.int32(tokens)

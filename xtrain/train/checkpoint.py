@@ -21,8 +21,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from xtrain.engine.device import Device
-from xtrain.engine.params import FlatBuffers, part_rows
+from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
+from xtrain.models.hf import named_tensors
 from xtrain.train.optimizer import AdamW
 
 FORMAT = "xtrain checkpoint 1"
@@ -47,16 +48,6 @@ class Checkpoint:
         return hashlib.sha256(joined.encode()).hexdigest()
 
 
-def named_parts(buffers: FlatBuffers, buffer) -> dict[str, object]:
-    """Hugging Face name -> view of the rows that belong to it, padding left out."""
-    found = {}
-    for name, p in buffers.parameters.items():
-        view = buffers.view(buffer, name)
-        for part, start, rows in part_rows(name, p):
-            found[part if part.startswith("lm_head") else f"model.{part}"] = view[start : start + rows]
-    return found
-
-
 def save(
     directory: Path, step: int, buffers: FlatBuffers, optimizer: AdamW, device: Device, facts: dict
 ) -> Checkpoint:
@@ -73,10 +64,10 @@ def save(
     temporary = directory / f".writing-{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    weights = {n: _host(device, v) for n, v in named_parts(buffers, buffers.master).items()}
+    weights = {n: _host(device, v) for n, v in named_tensors(buffers, buffers.master).items()}
     state = {}
     for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
-        for name, view in named_parts(buffers, buffer).items():
+        for name, view in named_tensors(buffers, buffer).items():
             state[f"{label}.{name}"] = _host(device, view)
     state["updates"] = np.asarray(device.host(optimizer.updates)).reshape(1)
     state["skipped"] = np.asarray(device.host(optimizer.skipped)).reshape(1)
@@ -117,7 +108,7 @@ def restore(checkpoint: Checkpoint, buffers: FlatBuffers, optimizer: AdamW, devi
     state = load_file(checkpoint.path / FILES[1])
     load_weights(checkpoint.path / FILES[0], buffers, device)
     for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
-        for name, view in named_parts(buffers, buffer).items():
+        for name, view in named_tensors(buffers, buffer).items():
             _put(view, state, f"{label}.{name}", checkpoint.path, device)
     optimizer.updates[...] = int(state["updates"][0])
     optimizer.skipped[...] = int(state["skipped"][0])
@@ -126,7 +117,7 @@ def restore(checkpoint: Checkpoint, buffers: FlatBuffers, optimizer: AdamW, devi
 def load_weights(file: Path, buffers: FlatBuffers, device: Device) -> None:
     """Read model weights only, from a file with Hugging Face's names."""
     weights = load_file(file)
-    for name, view in named_parts(buffers, buffers.master).items():
+    for name, view in named_tensors(buffers, buffers.master).items():
         _put(view, weights, name, file, device)
     buffers.refresh_copy()
 

@@ -34,3 +34,13 @@ class TrainConfig:
     keep_last: int = 2  # checkpoints kept besides the best
     sample_tokens: int = 64  # tokens sampled for each prompt
     prompts: list[str] = field(default_factory=list)  # what samples start from
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.accumulation * self.batch_size * self.seq_len
+
+    @property
+    def total_steps(self) -> int:
+        """Whole optimizer steps in the token budget."""
+        return self.max_tokens // self.tokens_per_step

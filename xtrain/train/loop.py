@@ -18,23 +18,14 @@ from xtrain.train.step import TrainingStep
 class Hooks:
     """What the loop asks of its surroundings, as plain functions.
 
-    log(step, values): one line of metrics.  evaluate(step) -> values to log.  save(step): a
-    checkpoint after `step` steps.  stop() -> signal number that asks for an end, or None.
+    log(step, values): one line of metrics.  evaluate(step): evaluate and log.  save(step): keep a
+    checkpoint of what `step` steps have made.  stop() -> signal number that asks for an end, or None.
     """
 
     log: Callable[[int, dict], None]
-    evaluate: Callable[[int], dict]
+    evaluate: Callable[[int], None]
     save: Callable[[int], None]
     stop: Callable[[], int | None]
-
-
-def total_steps(config: TrainConfig) -> int:
-    """Optimizer steps of the token budget; at least one."""
-    return max(config.max_tokens // tokens_per_step(config), 1)
-
-
-def tokens_per_step(config: TrainConfig) -> int:
-    return config.batch_size * config.seq_len * config.accumulation
 
 
 def train(
@@ -50,9 +41,9 @@ def train(
 
     Raises Interrupted after saving a complete checkpoint when `hooks.stop` gives a signal.
     """
-    last, per_step = total_steps(train_config), tokens_per_step(train_config)
+    last, per_step = train_config.total_steps, train_config.tokens_per_step
     if start == 0:
-        hooks.log(0, hooks.evaluate(0))
+        hooks.evaluate(0)
     clock, clocked = time.perf_counter(), start
     for number in range(start, last):
         lr = learning_rate(optim_config, number, last)
@@ -74,7 +65,7 @@ def train(
             clock, clocked = now, done
         if done % train_config.eval_every_steps == 0 or done == last:
             paused = time.perf_counter()
-            hooks.log(done, hooks.evaluate(done))
+            hooks.evaluate(done)
             clock += time.perf_counter() - paused  # tok_s is of training alone
         signal = hooks.stop()
         if signal is not None or done % train_config.save_every_steps == 0 or done == last:

@@ -1,0 +1,126 @@
+"""`xtrain-bench [NAME] [--peer] [--json]`: measure speed on this machine.
+
+Nothing heavy is imported before the arguments are understood and the threads are set.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+
+NAMES = {
+    "cpu_train": "the training step of v0 on the CPU, 8 x 64 tokens, fp32",
+    "train_step": "the training step of --model on the GPU",
+    "ops": "every op with a kernel against its byte or FLOP floor",
+    "profile": "one training step, time by op and by kernel against their floors",
+}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    epilog = "\n".join(f"  {name:11} {what}" for name, what in NAMES.items())
+    parser = argparse.ArgumentParser(
+        prog="xtrain-bench",
+        description="Measure speed: median of interleaved rounds, floor, ratio to the peer.",
+        epilog=f"names:\n{epilog}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", help="what to measure; all this device can when absent")
+    parser.add_argument("--peer", action="store_true", help="run the PyTorch peer in turn")
+    parser.add_argument("--peer-mode", choices=("compile", "eager"), help="default: compile")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    parser.add_argument("--model", help="a name in conf/model (v0 on the CPU, v9 on a GPU)")
+    parser.add_argument("--batch", type=int, help="sequences in a micro-batch (8, or 32)")
+    parser.add_argument("--seq", type=int, help="tokens in a sequence (64, or 1024)")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="fp32 on the CPU, else bf16")
+    parser.add_argument("--remat", choices=("none", "mlp", "block"), default="none")
+    parser.add_argument("--op", help="only this op (ops)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each program")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps in a turn")
+    parser.add_argument("--threads", type=int, help="CPU threads of both programs (all cores)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one benchmark, or all that the device can; returns the exit code."""
+    options = parse(arguments)
+    if options.name is not None and options.name not in NAMES:
+        near = difflib.get_close_matches(options.name, NAMES, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        return _usage(f"unknown benchmark {options.name!r}{hint}; names: {', '.join(NAMES)}")
+    for option in ("batch", "seq", "accumulation", "rounds", "steps", "threads"):
+        value = getattr(options, option)
+        if value is not None and value < 1:
+            return _usage(f"--{option} {value}: must be at least 1")
+    threads = options.threads or len(os.sched_getaffinity(0))
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))  # read once, at import
+
+    from benchmarks.result import show
+    from xtrain.errors import UsageError
+
+    try:
+        names = [options.name] if options.name else _possible()
+        results = [r for name in names for r in _run(name, options, threads)]
+    except UsageError as error:
+        return _usage(str(error))
+    show(results, as_json=options.json)
+    return 0
+
+
+def _usage(message: str) -> int:
+    print(f"xtrain-bench: {message}", file=sys.stderr)
+    return 2
+
+
+def _possible() -> list[str]:
+    from xtrain.engine.device import resolve
+
+    return ["cpu_train"] if resolve("auto") == "cpu" else [n for n in NAMES if n != "profile"]
+
+
+def _run(name: str, options: argparse.Namespace, threads: int) -> list:
+    match name:
+        case "ops":
+            from benchmarks.ops import measure_ops
+
+            return measure_ops(options.op)
+        case "profile":
+            from benchmarks.profile import profile_step
+
+            return profile_step(_work(options, on_gpu=True), show=not options.json)
+    from benchmarks.train_step import measure
+
+    on_gpu = name == "train_step"
+    peer = (options.peer_mode or "compile") if options.peer else None
+    if peer and not on_gpu:
+        import torch
+
+        torch.set_num_threads(threads)
+    return [
+        measure(
+            name,
+            _work(options, on_gpu=on_gpu),
+            device_name="cuda" if on_gpu else "cpu",
+            rounds=options.rounds,
+            steps=options.steps,
+            peer=peer,
+        )
+    ]
+
+
+def _work(options: argparse.Namespace, *, on_gpu: bool):
+    from benchmarks.train_step import Work
+
+    return Work(
+        model=options.model or ("v9" if on_gpu else "v0"),
+        batch=options.batch or (32 if on_gpu else 8),
+        seq=options.seq or (1024 if on_gpu else 64),
+        precision=options.precision or ("bf16" if on_gpu else "fp32"),
+        accumulation=options.accumulation,
+        remat=options.remat,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Train a model of a run: data, model, step and loop put together, on any device.
+
+This is the stage behind `phase=pretrain` and the T phases: next-token training on packed windows.
+"""
+
+import resource
+import sys
+from pathlib import Path
+
+from pipelines.progress import Progress
+from xtrain.config import RunConfig, config_fingerprint
+from xtrain.data.dataset import Prepared
+from xtrain.data.tokenizer import load_gpt2
+from xtrain.infer.generate import generate
+from xtrain.learner import Learner, eval_windows, measure, training_windows
+from xtrain.track import RunDir, read_metrics
+from xtrain.train import checkpoint, loop
+from xtrain.train.evaluate import Evaluation
+from xtrain.train.objectives import next_token
+from xtrain.train.step import TrainingStep
+
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TOP_K = 50
+
+
+def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, start: int, stop):
+    """Train from step `start` to the end, logging to `out` and saving checkpoints below it.
+
+    Raises Interrupted after a signal, with a complete checkpoint saved.
+    """
+    step = TrainingStep(
+        learner.model,
+        learner.optimizer,
+        next_token,
+        seed=run.seed,
+        device=learner.device,
+        dropout=run.train.dropout,
+    )
+    held_out = eval_windows(run, prepared)
+    facts = {"run": run.name, "config": config_fingerprint(run), "data": prepared.fingerprint}
+    losses = {r["step"]: r["loss"] for r in read_records(out, "eval")}
+
+    with Progress(run.train.total_steps, start) as progress:
+
+        def log(number: int, values: dict) -> None:
+            out.log(number, values | {"memory_bytes": peak_memory_bytes()})
+            progress.show(number, values)
+
+        def evaluate_now(number: int) -> None:
+            result = measure(run, learner, held_out)
+            losses[number] = result.loss
+            out.log(number, evaluation_record(result), kind="eval")
+            progress.say(f"step {number}  held-out loss {result.loss:.4f}")
+
+        def save(number: int) -> None:
+            directory = out.path / "checkpoints"
+            tokens = number * run.train.tokens_per_step
+            checkpoint.save(
+                directory,
+                number,
+                learner.buffers,
+                learner.optimizer,
+                learner.device,
+                facts | {"tokens": tokens},
+            )
+            saved = [n for n in losses if (directory / str(n)).is_dir()]
+            best = min(saved, key=lambda n: losses[n], default=None)
+            checkpoint.prune(directory, keep_last=run.train.keep_last, best_step=best)
+
+        loop.train(
+            step,
+            training_windows(run, prepared),
+            start=start,
+            train_config=run.train,
+            optim_config=run.optim,
+            hooks=loop.Hooks(log=log, evaluate=evaluate_now, save=save, stop=stop),
+        )
+
+
+def evaluation_record(result: Evaluation) -> dict:
+    return {
+        "loss": result.loss,
+        "standard_error": result.standard_error,
+        "perplexity": result.perplexity,
+        "eval_tokens": result.tokens,
+    }
+
+
+def read_records(out: RunDir, kind: str) -> list[dict]:
+    path = out.path / "metrics.jsonl"
+    return read_metrics(path, kind) if path.exists() else []
+
+
+def resume_point(out: RunDir, learner: Learner, wanted: Path | None) -> tuple[int, list[str]]:
+    """Restore the last complete checkpoint (or the one asked for); returns its step and notices."""
+    if wanted is not None:
+        found, damaged = checkpoint.load_manifest(wanted), []
+    else:
+        found, damaged = checkpoint.latest(out.path / "checkpoints")
+    notices = [f"passed over: {line}" for line in damaged]
+    if found is None:
+        return 0, [*notices, "no complete checkpoint yet: starting at step 0"]
+    checkpoint.restore(found, learner.buffers, learner.optimizer, learner.device)
+    return found.step, [*notices, f"resuming from checkpoint {found.path}"]
+
+
+def sample(run: RunConfig, learner: Learner) -> list[tuple[str, str]]:
+    """(prompt, continuation) for each prompt of the run."""
+    tokenizer = load_gpt2()
+    prompts = run.train.prompts
+    if not prompts or run.train.sample_tokens == 0:
+        return []
+    ids = generate(
+        learner.model,
+        [list(tokenizer.encode_ordinary(p)) for p in prompts],
+        max_new_tokens=run.train.sample_tokens,
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
+        seed=run.seed,
+        stop_id=tokenizer.eot,
+    )
+    return [(p, tokenizer.decode(row)) for p, row in zip(prompts, ids, strict=True)]
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,129 @@
+"""One run from its config to its verdict: prepare, train, evaluate, sample, export, judge, promote.
+
+What can be refused is refused before anything is written. Whatever happens later, the run directory
+says how it ended, and `resume=auto` goes on from the last complete checkpoint.
+"""
+
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gates.promote import register_owed
+from gates.trained_run import data_cache
+from pipelines import pretrain, verdict
+from pipelines.prepare import prepare_data
+from pipelines.signals import watch_signals
+from pipelines.start import start_weights
+from xtrain.config import RunConfig, config_fingerprint, resolve_features, resolved_yaml
+from xtrain.engine import device as devices
+from xtrain.errors import Interrupted, UsageError
+from xtrain.estimate import describe
+from xtrain.learner import build, eval_windows, training_windows
+from xtrain.machine import system_facts
+from xtrain.mirror import Mirror, catch_up, reap_stale
+from xtrain.resume import choose_run, continue_run
+from xtrain.track import RunDir, load_run, open_run
+
+# How a run is kept and shown; changing it does not make another run of it.
+RESUMABLE_CHANGES = ("out", "resume", "promote", "dry_run", "train.keep_last", "data.workers", "gate")
+
+
+def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
+    """Run it; returns the exit code. typed: the overrides as the user wrote them.
+
+    Raises UsageError, before anything is written, for what the user can put right, and Interrupted
+    after SIGINT or SIGTERM with a complete checkpoint kept.
+    """
+    run = resolve(run)
+    say(describe(run))
+    if run.dry_run:
+        return 0
+    root = Path(run.out)
+    for path in reap_stale(root, say):
+        say(f"{path} had no process any more: marked KILLED")
+    catch_up(root, say)
+    register_owed(root)
+    prepared = prepare_data(run.data, data_cache(root))
+    training_windows(run, prepared)  # raises when the text is too short for one sequence
+    eval_windows(run, prepared)
+    wanted = _checkpoint_named(run.resume)
+    learner = build(run)
+    if run.init_from is not None:
+        start_weights(run.init_from, run.model, learner)
+    out, notice = choose_run(
+        root,
+        run.name,
+        run.phase.name,
+        dataclasses.asdict(run),
+        resume=run.resume if wanted is None else str(wanted.parent.parent),
+        typed=any(o.startswith("resume=") for o in typed),
+        fingerprints={"data": prepared.fingerprint},
+        ignore=RESUMABLE_CHANGES,
+    )
+    if notice:
+        say(notice)
+    start = 0
+    if out is None:
+        out = open_run(
+            root,
+            run.name,
+            run.phase.name,
+            dataclasses.asdict(run),
+            config_text=resolved_yaml(run),
+            fingerprints={"config": config_fingerprint(run), "data": prepared.fingerprint},
+            facts=system_facts(),
+        )
+    else:
+        start, lines = pretrain.resume_point(out, learner, wanted)
+        for line in lines:
+            say(line)
+        out = continue_run(out, from_step=start, facts=system_facts())
+    return _under_way(run, learner, prepared, out, start)
+
+
+def resolve(run: RunConfig) -> RunConfig:
+    """The run with its device and features decided, as they are recorded and compared."""
+    device = devices.resolve(run.device)
+    features = resolve_features(run, device)
+    return dataclasses.replace(run, device=device, features=features)
+
+
+def _under_way(run: RunConfig, learner, prepared, out: RunDir, start: int) -> int:
+    """Everything from the moment the run directory exists; marks how the run ended."""
+    mirror = Mirror(out).start()
+    say(f"run directory {out.path}")
+    ended = "FAILED"
+    try:
+        with watch_signals() as stop:
+            pretrain.train(run, learner, prepared, out, start=start, stop=stop)
+            code = verdict.conclude(run, learner, out, mirror, say)
+        ended = "FINISHED"
+        return code
+    except (Interrupted, KeyboardInterrupt) as error:
+        ended = "KILLED"
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(signal.SIGINT) from error
+        raise
+    finally:
+        out.set_status(ended)
+        behind = mirror.close(ended)
+        out.close()
+        if behind:
+            say(behind)
+
+
+def _checkpoint_named(resume: str) -> Path | None:
+    """`resume=` may name one checkpoint of a run instead of the run: `RUN/checkpoints/400`."""
+    path = Path(resume)
+    if resume in ("auto", "none") or path.parent.name != "checkpoints":
+        return None
+    if not path.is_dir():
+        raise UsageError(f"resume={resume}: no such checkpoint")
+    load_run(path.parent.parent)
+    return path
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""The end of a run: samples, export, its gate, the gates it requires, promotion or refusal."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gates.find import choose_gates, find_gates
+from gates.fingerprint import code_fingerprint
+from gates.judge import PASS, judge, verdict_on
+from gates.ledger import Ledger, check_record, verdict_entry
+from gates.measure import Bench, Standing, settle
+from gates.promote import promote_or_refuse
+from gates.table import CHECK_COLUMNS, check_rows, print_table
+from gates.trained_run import PHASE as PROMOTING
+from gates.trained_run import fingerprints, measure_run
+from pipelines.export import export_model
+from pipelines.plots import plot_run
+from pipelines.pretrain import sample
+from xtrain.config import RunConfig, gate_checks, run_gate
+from xtrain.learner import Learner
+from xtrain.machine import system_facts
+from xtrain.mirror import Mirror
+from xtrain.track import RunDir
+
+Say = Callable[[str], None]
+
+
+def conclude(run: RunConfig, learner: Learner, out: RunDir, mirror: Mirror, say: Say) -> int:
+    """Finish a trained run; returns 0, or 3 when a gate refuses it. The table goes to stdout."""
+    samples = [f"[{prompt}]{text}\n" for prompt, text in sample(run, learner)]
+    out.write_text("samples.txt", "".join(samples))
+    for text in samples:
+        say(f"sample: {text.rstrip()}")
+    if run.features.qk_norm:  # without it there is no such architecture on Hugging Face
+        export_model(learner.model, learner.buffers, out.path / "export")
+        mirror.artifact(out.path / "export", "export")
+    mirror.artifact(plot_run(out), "plots")
+    mirror.artifact(out.path / "samples.txt")
+    mirror.artifact(out.path / "config.yaml")
+    ledger = Ledger(Path(run.out) / "ledger.jsonl")
+    bench = Bench(run.device, Path(run.out), ledger, gate_checks)
+    if run.phase.name != PROMOTING:
+        return _judge_phase(run, bench, say)
+    return _judge_run(run, out, bench, mirror, say)
+
+
+def _judge_phase(run: RunConfig, bench: Bench, say: Say) -> int:
+    """A run as of a phase has nothing to promote; its exit code is the phase's own gate's."""
+    files = find_gates()
+    if run.phase.name not in files:
+        say(f"phase {run.phase.name} has no gate to run here")
+        return 0
+    known = settle(choose_gates([run.phase.name], files), bench, say)
+    return 0 if _show(known) else 3
+
+
+def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: Say) -> int:
+    files = find_gates()
+    gate = run_gate(run)
+    say(f"measuring run {run.name} again from its checkpoint")
+    measured = measure_run(out.path, run.device, bench.out)
+    results = judge(gate.checks, measured, run.device)
+    facts = fingerprints(out.path)
+    if run.name in files:
+        facts["code"] = code_fingerprint(files[run.name].path, files[run.name].load().composes)
+    bench.ledger.append(
+        verdict_entry(
+            run.name, results, device=run.device, fingerprint=facts, facts=system_facts()
+        )
+    )
+    out.write_json("gates.json", [check_record(result) for result in results])
+    mirror.artifact(out.path / "gates.json")
+    requires = settle(choose_gates(gate.requires, files), bench, say)
+    print_table(CHECK_COLUMNS, check_rows(results, run.name))
+    print()
+    _show(requires, tables=False)
+    if not run.promote:
+        verdict = verdict_on(run.device, results)
+        print(f"{run.name} {verdict}, not promoted (promote=false)")
+        return 0 if verdict == PASS else 3
+    promotion = promote_or_refuse(
+        out,
+        results,
+        requires=requires,
+        device=run.device,
+        ledger=bench.ledger,
+        fingerprints=facts,
+        mirror=mirror,
+    )
+    for note in promotion.notes:
+        say(note)
+    if promotion.promoted:
+        version = f" version {promotion.version}" if promotion.version else ""
+        print(f"{run.name} PASS: promoted as models:/xtrain-{run.name}@promoted{version}")
+        return 0
+    print(f"{run.name} REFUSED: " + "; ".join(promotion.reasons))
+    return 3
+
+
+def _show(known: dict[str, Standing], *, tables: bool = True) -> bool:
+    """Print what stands for some gates; returns whether all of them PASS."""
+    for gate, each in known.items():
+        if tables:
+            print_table(CHECK_COLUMNS, check_rows(each.results, gate))
+    if known:
+        print("gates " + ", ".join(f"{gate} {each.verdict}" for gate, each in known.items()))
+    return all(each.verdict == PASS for each in known.values())

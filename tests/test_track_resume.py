@@ -1,0 +1,178 @@
+"""Which run is gone on with, what is refused, and which runs are dead."""
+
+import subprocess
+import sys
+
+import pytest
+
+from xtrain.errors import UsageError
+from xtrain.machine import process_mark
+from xtrain.resume import choose_run, continue_run, differing_keys, stale_runs
+from xtrain.track import load_run, open_run, read_metrics
+
+CONFIG = {"seed": 1, "out": "a", "optim": {"lr": 0.004, "betas": [0.9, 0.95]}}
+
+
+def make_run(root, config, run="v0", phase="t6"):
+    prints = {"config": "c0", "data": "d0"}
+    return open_run(root, run, phase, config, config_text="", fingerprints=prints, facts={})
+
+
+def choose(root, config=CONFIG, resume="auto", typed=False, data="d0"):
+    return choose_run(
+        root,
+        "v0",
+        "t6",
+        config,
+        resume=resume,
+        typed=typed,
+        fingerprints={"data": data},
+        ignore=("out", "train.log_every_steps", "gate."),
+    )
+
+
+def ended(root, status, config=CONFIG, **where):
+    run = make_run(root, config, **where)
+    run.set_status(status)
+    return run
+
+
+def orphan(run):
+    """Make a run look as if its process had died: the pid is ours, the start mark is not."""
+    run.update(process="another-boot:1")
+    return run
+
+
+@pytest.mark.parametrize("status", ["KILLED", "FAILED"])
+def test_auto_goes_on_with_an_unfinished_run_of_the_same_config(tmp_path, status):
+    run = ended(tmp_path, status)
+    found, notice = choose(tmp_path, {**CONFIG, "out": "elsewhere"})
+    assert found.path == run.path
+    assert str(run.path) in notice and status in notice
+
+
+def test_auto_goes_on_with_a_running_run_whose_process_is_gone(tmp_path):
+    run = orphan(make_run(tmp_path, CONFIG))
+    assert choose(tmp_path)[0].path == run.path
+
+
+def test_auto_leaves_a_living_run_alone(tmp_path):
+    make_run(tmp_path, CONFIG)
+    assert choose(tmp_path) == (None, "")
+
+
+def test_auto_takes_the_latest_run_of_its_own_config(tmp_path):
+    ended(tmp_path, "KILLED")
+    latest = ended(tmp_path, "KILLED")
+    ended(tmp_path, "KILLED", {**CONFIG, "seed": 2})
+    ended(tmp_path, "KILLED", run="v1")
+    ended(tmp_path, "KILLED", phase="t5")
+    assert choose(tmp_path)[0].path == latest.path
+
+
+def test_auto_starts_a_new_run_after_a_finished_one(tmp_path):
+    ended(tmp_path, "KILLED")
+    ended(tmp_path, "FINISHED")
+    assert choose(tmp_path) == (None, "")
+
+
+def test_a_typed_auto_refuses_a_changed_config_and_names_the_keys(tmp_path):
+    ended(tmp_path, "KILLED")
+    changed = {**CONFIG, "optim": {"lr": 0.002, "betas": [0.9, 0.95]}}
+    with pytest.raises(UsageError, match=r"optim\.lr was 0\.004, is 0\.002") as refused:
+        choose(tmp_path, changed, typed=True)
+    assert "out" not in str(refused.value).split("differs:")[1].split(";")[0]
+
+
+def test_the_default_auto_starts_a_new_run_and_says_why(tmp_path):
+    ended(tmp_path, "KILLED")
+    found, notice = choose(tmp_path, {**CONFIG, "seed": 9})
+    assert found is None
+    assert "seed was 1, is 9" in notice and "\n" not in notice
+
+
+def test_changed_data_is_refused_like_a_changed_key(tmp_path):
+    ended(tmp_path, "KILLED")
+    with pytest.raises(UsageError, match="data fingerprint was 'd0', is 'd1'"):
+        choose(tmp_path, typed=True, data="d1")
+
+
+def test_none_never_goes_on(tmp_path):
+    ended(tmp_path, "KILLED")
+    assert choose(tmp_path, resume="none", typed=True) == (None, "")
+
+
+def test_a_path_names_the_run_or_a_checkpoint_in_it(tmp_path):
+    run = ended(tmp_path, "KILLED")
+    ended(tmp_path, "KILLED")
+    for path in (run.path, run.path / "checkpoints" / "12"):
+        assert choose(tmp_path, resume=str(path), typed=True)[0].path == run.path
+
+
+def test_a_path_that_differs_is_refused(tmp_path):
+    run = ended(tmp_path, "KILLED")
+    with pytest.raises(UsageError, match="seed was 1, is 2"):
+        choose(tmp_path, {**CONFIG, "seed": 2}, resume=str(run.path), typed=True)
+
+
+def test_a_path_that_is_finished_or_running_or_no_run_is_refused(tmp_path):
+    finished, running = ended(tmp_path, "FINISHED"), make_run(tmp_path, CONFIG)
+    with pytest.raises(UsageError, match="FINISHED"):
+        choose(tmp_path, resume=str(finished.path), typed=True)
+    with pytest.raises(UsageError, match="RUNNING in process"):
+        choose(tmp_path, resume=str(running.path), typed=True)
+    with pytest.raises(UsageError, match="not a run directory"):
+        choose(tmp_path, resume=str(tmp_path), typed=True)
+
+
+def test_a_damaged_manifest_is_passed_over_by_auto_and_named_by_path(tmp_path):
+    run = ended(tmp_path, "KILLED")
+    (run.path / "manifest.json").write_text('{"id": "x", ')
+    assert choose(tmp_path) == (None, "")
+    with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
+        choose(tmp_path, resume=str(run.path), typed=True)
+
+
+def test_going_on_takes_the_run_over_and_redoes_no_record_twice(tmp_path):
+    run = make_run(tmp_path, CONFIG)
+    for step in range(1, 6):
+        run.log(step, {"loss": 1 / step})
+    run.set_status("KILLED")
+
+    taken = continue_run(run, from_step=3, facts={"device": "cpu"})
+    taken.log(4, {"loss": 0.25})
+
+    assert [r["step"] for r in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
+    manifest = load_run(run.path).manifest
+    assert manifest["status"] == "RUNNING" and manifest["ended"] is None
+    assert [(r["from_step"], r["was"]) for r in manifest["resumes"]] == [(3, "KILLED")]
+
+
+def test_a_run_can_be_taken_over_only_once(tmp_path):
+    run = ended(tmp_path, "KILLED")
+    continue_run(run, from_step=0, facts={})
+    with pytest.raises(UsageError, match="RUNNING in process"):
+        continue_run(run, from_step=0, facts={})
+
+
+def test_only_runs_whose_process_is_gone_are_stale(tmp_path):
+    make_run(tmp_path, CONFIG)
+    make_run(tmp_path, CONFIG).update(host="another-machine", process="x")
+    ended(tmp_path, "FINISHED")
+    dead = orphan(make_run(tmp_path, CONFIG))
+    assert [run.path for run in stale_runs(tmp_path)] == [dead.path]
+
+
+def test_a_dead_process_has_no_mark():
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    assert process_mark(child.pid) is None
+
+
+def test_differing_keys_are_dotted_and_absent_ones_are_said_to_be():
+    old = {"a": {"b": 1, "c": [1, 2]}, "gone": None, "gate": {"x": 1}}
+    new = {"a": {"b": 1, "c": (1, 3)}, "gate": {"x": 2}}
+    assert differing_keys(old, new, ignore=("gate",)) == {
+        "a.c": ([1, 2], [1, 3]),
+        "gone": (None, "(absent)"),
+    }

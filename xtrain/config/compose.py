@@ -1,0 +1,197 @@
+"""From YAML files and overrides to one frozen RunConfig.
+
+    compose(["run=v9", "train.max_tokens=1000000"]) -> DictConfig -> load_run -> RunConfig
+
+Nothing beyond this package sees an OmegaConf object. Whatever a user can get wrong is a UsageError.
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_automatic_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from xtrain.config.messages import usage_error
+from xtrain.config.rules import check_run
+from xtrain.config.schema import GateConfig, PhaseConfig, RunConfig
+from xtrain.confdir import choices, conf_dir
+from xtrain.errors import UsageError
+from xtrain.gate_spec import Check
+
+CONFIG_NAME = "config"
+# Facts of the run's and the phase's file, on which verdicts rest: no override may touch them.
+_FIXED = ("name", "parent", "axes", "gate")
+
+
+def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
+    """The composed tree, unchecked. config_dir: a further directory of groups, as --config-dir.
+
+    Raises UsageError for anything that does not compose, and for an override of a gate.
+    """
+    with hydra_app(config_dir) as app:
+        return compose_with(app, overrides)
+
+
+def compose_with(app: Hydra, overrides: Sequence[str]) -> DictConfig:
+    """compose, within an open hydra_app."""
+    refuse_fixed(overrides)
+    try:
+        cfg = app.compose_config(CONFIG_NAME, list(overrides), RunMode.RUN)
+    except Exception as error:  # Hydra also answers bad overrides with ValueError and the like
+        raise usage_error(error) from error
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def load_run(cfg: DictConfig) -> RunConfig:
+    """Check every key, type and rule, and freeze. Raises UsageError of one line."""
+    with one_line_errors():
+        plain = OmegaConf.to_container(cfg, resolve=True)
+        # Merged anew into the bare schema: a key appended with + has no place there.
+        run = OmegaConf.to_object(OmegaConf.merge(schema_of(RunConfig), plain))
+    check_run(run)
+    return run
+
+
+def load_saved(path: str | Path) -> RunConfig:
+    """The run of a config.yaml that resolved_yaml wrote. Raises UsageError when it is not one."""
+    try:
+        return load_run(OmegaConf.create(read_tree(path)))
+    except UsageError as error:
+        raise UsageError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
+
+
+def load_saved(path: str | Path) -> RunConfig:
+    """The run of a config.yaml that `resolved_yaml` wrote, checked like any other."""
+    return load_run(OmegaConf.create(read_tree(path)))
+
+
+def resolved_yaml(run: RunConfig) -> str:
+    """The run as YAML text with every key, the contents of config.yaml."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(run)))
+
+
+def read_tree(path: str | Path) -> dict:
+    """A YAML file as nested dictionaries. Raises UsageError when it is not one."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not readable YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: not a mapping of keys")
+    return tree
+
+
+def gate_checks(name: str, data: str | None = None) -> tuple[list[Check], str, str]:
+    """Checks, title and claim of a phase (t13) or run (v9), from its file and nothing else.
+
+    data: the name of the data trained on, which leaves out the checks of other data.
+    Raises UsageError for an unknown name.
+    """
+    name = name.lower()
+    if name in choices("phase"):
+        spec = _read_part(PhaseConfig, conf_dir() / "phase" / f"{name}.yaml", "phase")
+    elif name in choices("run"):
+        spec = _read_part(GateConfig, conf_dir() / "run" / f"{name}.yaml", "gate")
+    else:
+        known = [*choices("phase"), *choices("run")]
+        raise UsageError(f"{name} is no phase and no run; there are {', '.join(known)}")
+    return _for_data(spec.checks, data), spec.title, spec.claim
+
+
+def run_gate(run: RunConfig) -> GateConfig:
+    """What this run must show: its file's gate, with the checks of the data it trained on.
+
+    A run of the user's own directory, which has no file here, brings its gate with it.
+    """
+    gate = run.gate
+    if run.name in choices("run"):
+        gate = _read_part(GateConfig, conf_dir() / "run" / f"{run.name}.yaml", "gate")
+    return dataclasses.replace(gate, checks=_for_data(gate.checks, run.data.name))
+
+
+def refuse_fixed(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what a verdict rests on: a bar is not changed on the command line.
+
+    Raises UsageError, also for what is no override at all and for deletions.
+    """
+    for override in overrides:
+        if override.startswith("~"):
+            raise UsageError(f"{override}: every key has a value; give another one instead")
+        if not re.match("[^=]+=", override):
+            raise UsageError(f"{override!r} is not KEY=VALUE; xtrain --help shows common keys")
+        key = override.lstrip("+~").partition("=")[0].strip()
+        value = override.partition("=")[2].strip()
+        head = re.split(r"[.@\[:]", key)[0]
+        redirected = re.split(r"[.:]", key.partition("@")[2])[0]
+        fixed = head in _FIXED or (head == "phase" and (key != "phase" or value.startswith("{")))
+        if fixed or redirected in (*_FIXED, "phase"):
+            kind = "phase" if "phase" in (head, redirected) else "run"
+            raise UsageError(f"{key} stands in the {kind}'s file and is not changed by an override")
+
+
+def schema_of(kind: type) -> DictConfig:
+    """A dataclass as a typed tree, nested ones included, open to merging.
+
+    OmegaConf makes a frozen dataclass read-only and leaves a nested one without default missing.
+    """
+    node = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(node, None)
+    for name, annotation in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(annotation):
+            node[name] = schema_of(annotation)
+    return node
+
+
+@contextmanager
+def hydra_app(config_dir: str | None = None) -> Iterator[Hydra]:
+    """Hydra with our schema and search path, and its global state put back afterwards."""
+    version.setbase("1.3")
+    ConfigStore.instance().store(name="xtrain_schema", node=schema_of(RunConfig))
+    search_path = create_automatic_config_search_path(None, None, str(conf_dir()))
+    if config_dir is not None:
+        directory = Path(config_dir).absolute()
+        if not directory.is_dir():
+            raise UsageError(f"--config-dir {config_dir}: no such directory")
+        search_path.prepend("command-line", f"file://{directory}", SearchPathQuery("schema", None))
+    shared = GlobalHydra.instance()
+    outer, shared.hydra = shared.hydra, None
+    try:
+        yield Hydra.create_main_hydra2("xtrain", search_path)
+    finally:
+        shared.hydra = outer
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what Hydra, OmegaConf and YAML raise into a UsageError."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise usage_error(error) from error
+
+
+def _read_part(kind: type, path: Path, key: str):
+    tree = read_tree(path).get(key, {})
+    with one_line_errors():
+        return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
+
+
+def _for_data(checks: list[Check], data: str | None) -> list[Check]:
+    return [check for check in checks if data is None or check.data in ("any", data)]

@@ -1,0 +1,144 @@
+"""What makes two runs the same, and in which axes they differ.
+
+A fingerprint covers what decides the training values. An axis is one of the four columns of the
+evolution ledger; a run may differ from its parent only in the axes that it names, so that a
+difference in loss has one known cause.
+"""
+
+import dataclasses
+import hashlib
+import json
+
+from xtrain.config.rules import AXES
+from xtrain.config.schema import RunConfig
+
+# How a run is kept, shown and judged; none of these changes a training value.
+_BOOKKEEPING = (
+    "out",
+    "resume",
+    "promote",
+    "dry_run",
+    "parent",
+    "axes",
+    "gate.",
+    "phase.title",
+    "phase.claim",
+    "phase.checks",
+    "phase.device_classes",
+    "train.keep_last",
+    "train.log_every_steps",
+    "train.save_every_steps",
+    "train.sample_tokens",
+    "train.prompts",
+    "data.name",
+    "data.workers",
+)
+
+# Longest prefix wins. None: not an axis, because it names or places the run, or because a phase's
+# gate shows that it changes no bit (T7 optimizer and op_sync, T11 pool and capture, T13 remat).
+# "precision" is the ledger's column of algorithm and precision, so the optimizer belongs to it.
+_AXIS = {
+    "model.": "model",
+    "features.qk_norm": "model",
+    "train.seq_len": "model",
+    "init_from": "model",
+    "data.": "data",
+    "train.max_tokens": "data",
+    "train.eval_tokens": "data",
+    "features.precision": "precision",
+    "optim.": "precision",
+    "phase.objective": "precision",
+    "train.dropout": "precision",
+    "seed": "precision",
+    "features.": "infra",
+    "tokens_per_step": "infra",
+    "launch": "infra",
+    "device": "infra",
+    "features.optimizer": None,
+    "features.op_sync": None,
+    "features.pool": None,
+    "features.capture": None,
+    "features.remat": None,
+    "train.batch_size": None,
+    "train.accumulation": None,
+    "train.eval_every_steps": None,
+    "phase.name": None,
+    "name": None,
+}
+# Budgets this close count as one: v6 and v8 trained 2.29 and 2.36 billion tokens, about one epoch.
+_SAME_BUDGET = 0.05
+
+
+def flatten(run: RunConfig) -> dict[str, object]:
+    """Every value by its dotted key, `train.max_tokens`; a list is one value."""
+    return flatten_tree(dataclasses.asdict(run))
+
+
+def flatten_tree(tree: dict, prefix: str = "") -> dict[str, object]:
+    """The same of nested dictionaries, such as a config.yaml that was read back."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten_tree(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def training_values(flat: dict[str, object]) -> dict[str, object]:
+    """The part of a flattened run that decides its training values."""
+    return {key: value for key, value in flat.items() if not key.startswith(_BOOKKEEPING)}
+
+
+def config_fingerprint(run: RunConfig) -> str:
+    """sha256, in hex, of the values that decide the training."""
+    text = json.dumps(training_values(flatten(run)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differing(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """`key: old -> new` for each training value that differs between two flattened runs."""
+    old, new = training_values(old), training_values(new)
+    keys = sorted(old.keys() | new.keys())
+    absent = "(absent)"
+    return [
+        f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
+        for key in keys
+        if old.get(key, absent) != new.get(key, absent)
+    ]
+
+
+def axis_of(key: str) -> str | None:
+    """The axis of a dotted key, or None when it belongs to none. Raises KeyError when unclassified."""
+    if key.startswith(_BOOKKEEPING):
+        return None
+    prefix = max((prefix for prefix in _AXIS if key.startswith(prefix)), key=len, default=None)
+    if prefix is None:
+        raise KeyError(f"{key} is in no axis")
+    return _AXIS[prefix]
+
+
+def axis_differences(run: RunConfig, parent: RunConfig) -> dict[str, list[str]]:
+    """The differing keys of two runs by axis, in the order of AXES."""
+    ours, theirs = _comparable(run), _comparable(parent)
+    found: dict[str, list[str]] = {axis: [] for axis in AXES}
+    for key, value in ours.items():
+        axis = axis_of(key)
+        if axis is not None and not _same(key, value, theirs[key]):
+            found[axis].append(key)
+    return {axis: keys for axis, keys in found.items() if keys}
+
+
+def axes_differing(run: RunConfig, parent: RunConfig) -> set[str]:
+    """The axes in which two runs differ, out of model, data, precision and infra."""
+    return set(axis_differences(run, parent))
+
+
+def _comparable(run: RunConfig) -> dict[str, object]:
+    return {**flatten(run), "tokens_per_step": run.train.tokens_per_step}
+
+
+def _same(key: str, ours: object, theirs: object) -> bool:
+    if key == "train.max_tokens":
+        return abs(ours - theirs) <= _SAME_BUDGET * max(ours, theirs)
+    return ours == theirs

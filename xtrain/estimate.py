@@ -1,0 +1,199 @@
+"""What a run will cost, from its configuration alone: parameters, FLOPs, memory, hours.
+
+    FLOP a token = 6 x (core + head) + 6 x layers x width x seq     (causal half; width = H x Dh)
+
+Forward and backward of a product are 6 FLOP a weight and token; attention's two products are
+12 x width x seq a layer, of which a causal mask needs half. MFU is quoted with this convention;
+what remat computes twice is not counted. Bytes are the buffers that live through a step; the
+workspaces of libraries are not counted.
+"""
+
+from dataclasses import dataclass
+
+from xtrain.config.rules import check_features, resolve_features
+from xtrain.config.schema import RunConfig
+from xtrain.errors import UsageError
+from xtrain.models.config import Qwen3Config
+
+VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
+LOSS_TOKENS = {"cpu": 64, "cuda": 1024}  # whose logits exist at once in the chunked loss
+# Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
+# where no rate was measured, FLOP a second.
+ASSUMED_FLOPS = {("cuda", "bf16"): 400e12, ("cuda", "fp32"): 25e12, ("cpu", "fp32"): 50e9}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters by part. core: everything but the embedding and the head."""
+
+    core: int
+    embedding: int
+    head: int  # 0 when it is the embedding
+
+    @property
+    def total(self) -> int:
+        """All parameters, as exported: of the true vocabulary, not the padded one."""
+        return self.core + self.embedding + self.head
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a training step by what they hold."""
+
+    weights: int  # fp32 master, and the bf16 copy
+    gradients: int  # fp32
+    moments: int  # two, fp32
+    activations: int  # what backward needs, of one micro-batch
+    logits: int  # of one chunk, which its gradient overwrites
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.weights + self.gradients + self.moments + self.activations + self.logits
+
+
+def count_parameters(config: Qwen3Config, qk_norm: bool = True) -> Counts:
+    """Exact counts, norm gains included."""
+    D, F, Dh = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * Dh, config.num_key_value_heads * Dh
+    attention = D * q + 2 * D * kv + q * D + (2 * Dh if qk_norm else 0)
+    block = attention + 3 * D * F + 2 * D
+    vocabulary = config.vocab_size * D
+    return Counts(
+        core=config.num_hidden_layers * block + D,
+        embedding=vocabulary,
+        head=0 if config.tie_word_embeddings else vocabulary,
+    )
+
+
+def flops_per_token(config: Qwen3Config, seq_len: int, qk_norm: bool = True) -> int:
+    """Training FLOPs of one token in a sequence of seq_len; the convention is at the top."""
+    head = config.vocab_size * config.hidden_size  # multiplied even when it is the embedding
+    core = count_parameters(config, qk_norm=qk_norm).core
+    width = config.num_attention_heads * config.head_dim
+    return 6 * (core + head) + 6 * config.num_hidden_layers * width * seq_len
+
+
+def training_memory_bytes(run: RunConfig, device_class: str) -> Memory:
+    """Bytes that a step holds on `cpu` or `cuda`. Raises UsageError when the device cannot run it."""
+    features = resolve_features(run, device_class)
+    bf16 = features.precision == "bf16"
+    parameters = _padded_parameters(run.model, features.qk_norm)
+    tokens = run.train.batch_size * run.train.seq_len
+    return Memory(
+        weights=parameters * (6 if bf16 else 4),
+        gradients=parameters * 4,
+        moments=parameters * 8,
+        activations=tokens * _activation_bytes(run, features.remat, features.attention, bf16),
+        logits=LOSS_TOKENS[device_class] * padded_vocab(run.model) * (2 if bf16 else 4),
+    )
+
+
+def padded_vocab(config: Qwen3Config) -> int:
+    """Rows of the embedding and the head in memory."""
+    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def describe(run: RunConfig, device_class: str | None = None, tok_s: float | None = None) -> str:
+    """What a run is about to do, for a person to read before it starts.
+
+    device_class: `cpu` or `cuda`; None: the run's, and for device=auto both. tok_s: a measured
+    rate in tokens a second; without one the time rests on an assumed FLOP rate, and says so.
+    """
+    counts = count_parameters(run.model, qk_norm=run.features.qk_norm)
+    train, model = run.train, run.model
+    flops = flops_per_token(model, train.seq_len, qk_norm=run.features.qk_norm)
+    tokens = train.total_steps * train.tokens_per_step
+    lines = [
+        f"run {run.name}, phase {run.phase.name}: {run.phase.title}",
+        f"parameters  {_count(counts.core)} core + {_count(counts.embedding)} embedding"
+        f" + {_count(counts.head)} head = {_count(counts.total)}"
+        f" ({model.num_hidden_layers} layers of {model.hidden_size}, {model.num_attention_heads}"
+        f" heads over {model.num_key_value_heads}, ffn {model.intermediate_size})",
+        f"data        {run.data.name}{_slice(run)}",
+        f"tokens      {_count(tokens)} = {train.total_steps:,} steps x {train.tokens_per_step:,}"
+        f" (accumulation {train.accumulation} x batch {train.batch_size} x seq {train.seq_len})",
+        f"compute     {_unit(flops, 'FLOP')} a token, {_unit(flops * tokens, 'FLOP')} in all",
+    ]
+    device_class = device_class or run.device
+    for name in ["cpu", "cuda"] if device_class == "auto" else [device_class]:
+        lines.append(f"on {name:<9}{_on_device(run, name, flops * tokens, tokens, tok_s)}")
+    return "\n".join(lines)
+
+
+def _on_device(
+    run: RunConfig, device_class: str, flops: float, tokens: int, tok_s: float | None
+) -> str:
+    try:
+        check_features(run, device_class)
+    except UsageError as refusal:
+        return f"no: {refusal}"
+    features = resolve_features(run, device_class)
+    memory = training_memory_bytes(run, device_class)
+    state = memory.weights + memory.gradients + memory.moments
+    if tok_s:
+        time = f"{_duration(tokens / tok_s)} at {_count(tok_s)} tok/s"
+    else:
+        rate = ASSUMED_FLOPS[device_class, features.precision]
+        time = f"about {_duration(flops / rate)} if it does {_unit(rate, 'FLOP')}/s (not measured)"
+    return (
+        f"{features.precision}, {_unit(memory.total, 'B')}: {_unit(state, 'B')} state, "
+        f"{_unit(memory.activations, 'B')} activations, {_unit(memory.logits, 'B')} logits; {time}"
+    )
+
+
+def _padded_parameters(config: Qwen3Config, qk_norm: bool) -> int:
+    counts = count_parameters(config, qk_norm=qk_norm)
+    matrices = 1 if config.tie_word_embeddings else 2
+    return counts.core + matrices * padded_vocab(config) * config.hidden_size
+
+
+def _activation_bytes(run: RunConfig, remat: str, attention: str, bf16: bool) -> int:
+    """Bytes that one token leaves behind for backward, and what backward of one block adds."""
+    config, size = run.model, 2 if bf16 else 4
+    D, F = config.hidden_size, config.intermediate_size
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    scores = config.num_attention_heads * (run.train.seq_len if attention == "composed" else 0)
+    # Block input, normed input; q, k, v before and q, k after norm and RoPE; attention's output.
+    mixer = 2 * D + 2 * q + 3 * kv + q + scores
+    mlp = 2 * D + 3 * F  # sum, normed sum; gate, up and their product
+    kept = {"none": mixer + mlp, "mlp": mixer + D, "block": D}[remat]
+    again = {"none": 0, "mlp": mlp, "block": mixer + mlp}[remat]
+    gradients = 2 * D + 3 * F  # the widest point of one block's backward
+    return size * (config.num_hidden_layers * kept + again + gradients + 2 * D)
+
+
+def _slice(run: RunConfig) -> str:
+    parts = []
+    if run.data.shards:
+        parts.append(f"first {run.data.shards} files")
+    if run.data.max_bytes:
+        parts.append(f"{_unit(run.data.max_bytes, 'B')} of it")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _count(number: float) -> str:
+    """41.4K, 357M, 1.07B: three digits."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+def _unit(number: float, unit: str) -> str:
+    """9.95 MFLOP, 41 GB: decimal prefixes."""
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.0f} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.3g} h"
+    return f"{seconds / 86400:,.0f} days"

@@ -1,0 +1,242 @@
+"""Read a Hugging Face directory of a dense Qwen3: its shape, and its weights into flat buffers.
+
+Any head_dim, tied or untied, one safetensors file or shards with an index, bf16, fp16 or fp32
+(widened to the fp32 masters, which is exact). What this model cannot compute is refused by name:
+other architectures, mixtures of experts, sliding windows in use, scaled RoPE, biases, quantized
+weights, and a missing or left-over tensor.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from xtrain.engine.device import Device
+from xtrain.engine.params import FlatBuffers
+from xtrain.errors import UsageError
+from xtrain.models.config import Qwen3Config
+from xtrain.models.hf import ARCHITECTURE, CONFIG, WEIGHTS, named_tensors
+
+INDEX = "model.safetensors.index.json"
+DTYPES = ("F32", "F16", "BF16")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+# Keys that change the computation, and the only values that this model computes; absent is fine.
+REQUIRED_VALUES = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0,),
+    "partial_rotary_factor": (None, 1),
+    "quantization_config": (None,),
+    "auto_map": (None,),
+}
+
+
+def read_config(directory: Path) -> Qwen3Config:
+    """The shape of the model in a Hugging Face directory.
+
+    Raises UsageError naming the key, its value and what is supported.
+    """
+    path = Path(directory) / CONFIG
+    found = _read_json(path)
+    _require_dense_qwen3(path, found)
+    sizes = {key: _positive_integer(path, found, key) for key in SIZES}
+    if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
+        _refuse(path, found, "num_key_value_heads", "it must divide num_attention_heads")
+    if sizes["head_dim"] % 2:
+        _refuse(path, found, "head_dim", "it must be even, because RoPE rotates pairs")
+    return Qwen3Config(
+        **sizes,
+        rms_norm_eps=_positive_number(path, found, "rms_norm_eps"),
+        rope_theta=_rope_theta(path, found),
+        tie_word_embeddings=bool(found.get("tie_word_embeddings", False)),
+        initializer_range=float(found.get("initializer_range", 0.02)),
+    )
+
+
+def load_hf(directory: Path, buffers: FlatBuffers, device: Device) -> None:
+    """Put the weights of a Hugging Face directory into the buffers of a model of its shape.
+
+    Names and shapes are all checked before anything is written. Raises UsageError naming the
+    tensor that is missing, left over, of another shape or of an unsupported dtype.
+    """
+    directory = Path(directory)
+    views = named_tensors(buffers, buffers.master)
+    files = _files(directory)
+    where = _locate(files)
+    _check_index(directory, where)
+    missing = sorted(views.keys() - where.keys())
+    if missing:
+        raise UsageError(f"{directory}: no tensor {_first(missing)}")
+    tied_copy = "lm_head.weight" not in views and "lm_head.weight" in where
+    extra = sorted(where.keys() - views.keys() - ({"lm_head.weight"} if tied_copy else set()))
+    if extra:
+        raise UsageError(f"{directory}: tensor {_first(extra)} has no place in a dense Qwen3")
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                _check_tensor(path, name, file.get_slice(name), views.get(name))
+    if tied_copy:
+        _require_equal(where, "lm_head.weight", "model.embed_tokens.weight")
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys() & views.keys():
+                weights = file.get_tensor(name).astype(np.float32, copy=False)
+                views[name][...] = device.array(weights)
+    buffers.refresh_copy()
+
+
+def _require_dense_qwen3(path: Path, found: dict) -> None:
+    if found.get("model_type") != "qwen3":
+        _refuse(
+            path, found, "model_type", "only dense qwen3 is supported (no MoE, no other family)"
+        )
+    if found.get("architectures") not in (None, [ARCHITECTURE]):
+        _refuse(path, found, "architectures", f"only {ARCHITECTURE} is supported")
+    for key, allowed in REQUIRED_VALUES.items():
+        if key in found and found[key] not in allowed:
+            _refuse(path, found, key, f"only {allowed[-1]!r} is supported")
+    if _windowed_layers(found):
+        key = "layer_types" if "layer_types" in found else "use_sliding_window"
+        _refuse(path, found, key, "layers with sliding windows are not supported")
+
+
+def _windowed_layers(found: dict) -> bool:
+    """Whether any layer attends through a window, by the rule of transformers' Qwen3Config."""
+    if found.get("layer_types") is not None:
+        return any(kind != "full_attention" for kind in found["layer_types"])
+    layers = found.get("num_hidden_layers") or 0
+    window = found.get("sliding_window", 4096) if found.get("use_sliding_window") else None
+    return window is not None and found.get("max_window_layers", 28) < layers
+
+
+def _rope_theta(path: Path, found: dict) -> float:
+    """The RoPE base, from either spelling; scaled or per-layer-type RoPE is refused."""
+    bases = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = found.get(key)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            _refuse(path, found, key, "a table with rope_type and rope_theta was expected")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" or rope.keys() - {"rope_type", "type", "rope_theta"}:
+            _refuse(path, found, key, "only rope_type 'default', without scaling, is supported")
+        if "rope_theta" in rope:
+            bases[f"{key}.rope_theta"] = _positive_number(path, rope, "rope_theta")
+    if found.get("rope_theta") is not None:
+        bases["rope_theta"] = _positive_number(path, found, "rope_theta")
+    if len(set(bases.values())) != 1:
+        stated = ", ".join(f"{key}={value}" for key, value in bases.items()) or "none is given"
+        raise UsageError(f"{path}: one rope_theta was expected: {stated}")
+    return next(iter(bases.values()))
+
+
+def _positive_integer(path: Path, found: dict, key: str) -> int:
+    value = found.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        _refuse(path, found, key, "a positive integer was expected")
+    return value
+
+
+def _positive_number(path: Path, found: dict, key: str) -> float:
+    value = found.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < np.inf:
+        _refuse(path, found, key, "a positive number was expected")
+    return float(value)
+
+
+def _refuse(path: Path, found: dict, key: str, why: str) -> None:
+    stated = f"{key}={json.dumps(found[key])}" if key in found else f"no {key}"
+    raise UsageError(f"{path}: {stated}: {why}")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path.parent} is not a Hugging Face model: no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: a JSON object was expected")
+    return content
+
+
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files, found as transformers does: one file first, else the index's shards."""
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    if not (directory / INDEX).is_file():
+        raise UsageError(f"{directory}: neither {WEIGHTS} nor {INDEX} (only safetensors is read)")
+    names = sorted(set(_weight_map(directory / INDEX).values()))
+    for name in names:
+        if Path(name).name != name or not (directory / name).is_file():
+            raise UsageError(f"{directory / INDEX}: shard {name} is not in {directory}")
+    return [directory / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    table = _read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise UsageError(f"{index}: a weight_map from tensors to files was expected")
+    return table
+
+
+def _locate(files: list[Path]) -> dict[str, Path]:
+    where = {}
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118  not a mapping
+                if name in where:
+                    raise UsageError(f"{path}: tensor {name} is also in {where[name].name}")
+                where[name] = path
+    return where
+
+
+def _check_index(directory: Path, where: dict[str, Path]) -> None:
+    if (directory / WEIGHTS).is_file():
+        return
+    for name, shard in _weight_map(directory / INDEX).items():
+        if name not in where or where[name].name != shard:
+            raise UsageError(f"{directory / shard}: no tensor {name}, which {INDEX} puts there")
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+
+
+def _check_tensor(path: Path, name: str, stored, view) -> None:
+    if stored.get_dtype() not in DTYPES:
+        raise UsageError(
+            f"{path}: {name} is {stored.get_dtype()}, only {', '.join(DTYPES)} are read"
+        )
+    shape = tuple(stored.get_shape())
+    if view is not None and shape != view.shape:
+        raise UsageError(f"{path}: {name} is {shape}, config.json makes it {view.shape}")
+
+
+def _require_equal(where: dict[str, Path], copy: str, original: str) -> None:
+    """A tied model may store its head too, as long as it is the embedding."""
+    arrays = []
+    for name in (copy, original):
+        with _open(where[name]) as file:
+            arrays.append(file.get_tensor(name))
+    if not np.array_equal(*arrays):
+        raise UsageError(f"{where[copy]}: tie_word_embeddings=true, but {copy} is not {original}")
+
+
+def _first(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
