@@ -12,13 +12,13 @@ from pathlib import Path
 from xtrain.errors import UsageError
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return its exit code."""
+def main(arguments: list[str] | None = None, **places: object) -> int:
+    """Run the command line; return its exit code. places: see `gates.command.run`."""
     options = _parser().parse_args(arguments)
     try:
         from gates import command
 
-        return command.run(options)
+        return command.run(options, **places)
     except UsageError as error:
         print(f"xtrain-gate: {error}", file=sys.stderr)
         return 2

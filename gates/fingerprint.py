@@ -13,7 +13,7 @@ there, and a README edit stales nothing. Three things that plain imports do not 
 import ast
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,13 +23,15 @@ from xtrain.errors import UsageError
 PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
 
 
-def code_fingerprint(gate_file: Path, composes: Iterable[str] = ()) -> str:
+def code_fingerprint(
+    gate_file: Path, composes: Iterable[str] = (), roots: Mapping[str, Path] | None = None
+) -> str:
     """Hex sha256 over the gate file, its import closure and the named configs.
 
-    composes: config names relative to conf/, with or without `.yaml`. Raises UsageError when one
-    does not exist.
+    composes: config names relative to conf/, with or without `.yaml`. roots: as package_roots.
+    Raises UsageError when a config does not exist.
     """
-    return hash_files({**import_closure(gate_file), **_configs(composes)})
+    return hash_files({**import_closure(gate_file, roots), **_configs(composes)})
 
 
 def hash_files(files: dict[str, Path]) -> str:
@@ -40,10 +42,9 @@ def hash_files(files: dict[str, Path]) -> str:
     return total.hexdigest()
 
 
-def import_closure(start: Path) -> dict[str, Path]:
+def import_closure(start: Path, roots: Mapping[str, Path] | None = None) -> dict[str, Path]:
     """Every project file that `start` reaches, by a name that does not depend on the machine."""
-    roots = package_roots()
-    modules = _all_modules(roots)
+    modules = _all_modules(package_roots() if roots is None else roots)
     by_path = {path: name for name, path in modules.items()}
     start = start.resolve()
     files: dict[str, Path] = {}
@@ -82,7 +83,7 @@ def _configs(names: Iterable[str]) -> dict[str, Path]:
     return files
 
 
-def _all_modules(roots: dict[str, Path]) -> dict[str, Path]:
+def _all_modules(roots: Mapping[str, Path]) -> dict[str, Path]:
     modules = {}
     for package, root in roots.items():
         for path in root.rglob("*.py"):
@@ -98,7 +99,7 @@ def _with_parents(name: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def _imported(tree: ast.AST, name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+def _imported(tree: ast.AST, name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
     """Project modules of the import statements, at any depth of the file."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     reached = set()

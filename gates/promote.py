@@ -41,12 +41,13 @@ def promote_or_refuse(
     ledger: Ledger,
     fingerprints: Mapping[str, str],
     mirror: Mirror | None = None,
+    wait_s: float = 10.0,
 ) -> Promotion:
     """Decide, record the decision in the ledger, and on promotion register the run's export.
 
     results: the run's own checks. requires: what stands for each phase that the run names, on the
     device class it trained on. fingerprints: `config`, `code`, `data`, `checkpoint`. mirror: the
-    run's open mirror; without one the registry is left alone.
+    run's open mirror, waited for up to wait_s; without one the registry is left alone.
     Raises UsageError when the ledger cannot be written.
     """
     reasons, notes, waivers = decide(results, requires, device=device, ledger=ledger)
@@ -71,7 +72,7 @@ def promote_or_refuse(
             mirror.tag(key, value)
     if reasons or mirror is None:
         return Promotion(not reasons, tuple(reasons), tuple(notes))
-    mirror.flush(timeout_s=10.0)
+    mirror.flush(wait_s)
     version, note = _register_or_owe(run, tags)
     return Promotion(True, (), tuple(filter(None, [*notes, note])), version)
 
@@ -170,7 +171,8 @@ def _register(run: RunDir, name: str, tags: Mapping[str, str], is_newest: bool) 
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    client.log_artifacts(note["run_id"], str(run.path / "export"), "export")
+    if not client.list_artifacts(note["run_id"], "export"):
+        client.log_artifacts(note["run_id"], str(run.path / "export"), "export")
     version = client.create_model_version(
         name,
         source=f"{mlflow_run.info.artifact_uri}/export",

@@ -9,12 +9,13 @@ DIRECTORY/trace.jsonl has one line a step, floats written by `repr`, so bits can
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def run(
 
     def save(step: int) -> None:
         checkpoint.save(saved, step, tiny.buffers, tiny.optimizer, device, {})
-        checkpoint.prune(saved, keep_last=TRAIN.keep_last, best_step=None)
+        checkpoint.prune(saved, saved=step, keep_last=TRAIN.keep_last, best_step=None)
 
     taken = iter(range(start + 1, TRAIN.total_steps + 1))
     hooks = loop.Hooks(
@@ -155,7 +156,7 @@ def run(
         save=save,
         stop=lambda: _end(at_end) if next(taken) == until else None,
     )
-    try:
+    with contextlib.suppress(_Left):
         loop.train(
             tiny.step,
             train_source,
@@ -164,8 +165,6 @@ def run(
             optim_config=OPTIM,
             hooks=hooks,
         )
-    except _Left:
-        pass
     return tiny
 
 

@@ -65,7 +65,8 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
             )
             saved = [n for n in losses if (directory / str(n)).is_dir()]
             best = min(saved, key=lambda n: losses[n], default=None)
-            checkpoint.prune(directory, keep_last=run.train.keep_last, best_step=best)
+            keep_last = run.train.keep_last
+            checkpoint.prune(directory, saved=number, keep_last=keep_last, best_step=best)
 
         loop.train(
             step,

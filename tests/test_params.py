@@ -6,8 +6,8 @@ import pytest
 from gates import tiny_run
 from xtrain.engine import device
 from xtrain.engine.params import ALIGNMENT, FlatBuffers, Parameter, Part, part_rows
-from xtrain.models.hf import named_tensors
 from xtrain.models.config import Qwen3Config
+from xtrain.models.hf import named_tensors
 from xtrain.models.qwen3 import Qwen3
 from xtrain.nn.layers import Embedding, Linear
 
@@ -75,9 +75,7 @@ def test_initial_weights_depend_on_the_name_and_the_seed_alone():
     alone = placed(("p", matrix(6, 7)))
     beside = placed(("q", matrix(9, 9)), ("p", matrix(6, 7)))
     other = placed(("p", matrix(6, 7)), seed=1)
-    np.testing.assert_array_equal(
-        alone.parameters["p"].data, beside.parameters["p"].data
-    )
+    np.testing.assert_array_equal(alone.parameters["p"].data, beside.parameters["p"].data)
     assert (alone.parameters["p"].data != other.parameters["p"].data).any()
     assert (beside.parameters["q"].data[:6, :7] != beside.parameters["p"].data).any()
 

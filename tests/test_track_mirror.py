@@ -1,5 +1,6 @@
-"""MLflow holds what the run directory holds, whatever the database does, and never stops training."""
+"""MLflow holds what the run directory holds, and whatever its database does, training goes on."""
 
+import os
 import shutil
 import signal
 import sqlite3
@@ -7,13 +8,18 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+import xtrain
 from xtrain.mirror import Mirror, catch_up, read_note, reap_stale
 from xtrain.mlflow_store import open_store, store_uri
 from xtrain.resume import continue_run
 from xtrain.track import load_run, open_run
+
+# Children run in another directory, where a relative path to the package would not be found.
+CHILD_ENV = {**os.environ, "PYTHONPATH": str(Path(xtrain.__file__).resolve().parents[1])}
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +219,7 @@ sys.stdin.read()
 def test_a_run_killed_by_sigkill_is_reaped_here_and_in_mlflow(here):
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED_CHILD],
+        env=CHILD_ENV,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -254,7 +261,9 @@ print([os.waitpid(pid, 0)[1] for pid in children])
 def test_four_processes_may_create_one_database_at_once(here):
     (here / "mlflow.db").unlink()
 
-    done = subprocess.run([sys.executable, "-c", FIRST_USE], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_USE], env=CHILD_ENV, stdout=subprocess.PIPE, text=True
+    )
 
     assert done.stdout == "[0, 0, 0, 0]\n"
     client = open_store(store_uri())

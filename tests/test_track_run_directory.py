@@ -172,7 +172,7 @@ def test_a_status_is_one_of_four_and_ends_the_run(tmp_path):
 
 def test_a_file_in_the_way_of_the_outputs_is_a_usage_error(tmp_path):
     (tmp_path / "outputs").write_text("not a directory")
-    with pytest.raises(UsageError, match="out=.*outputs: cannot write"):
+    with pytest.raises(UsageError, match=r"out=.*outputs: cannot write"):
         make_run(tmp_path / "outputs")
 
 
@@ -209,6 +209,6 @@ def test_files_are_replaced_whole(tmp_path):
 def test_a_failed_replacement_leaves_the_old_file_and_no_temporary_one(tmp_path):
     run = make_run(tmp_path)
     (run.path / "gates.json").mkdir()
-    with pytest.raises(WriteError, match="gates.json"):
+    with pytest.raises(WriteError, match=r"gates\.json"):
         run.write_text("gates.json", "{}")
     assert not list(Path(run.path).glob(".*.tmp"))

@@ -1,7 +1,8 @@
-"""The training step, AdamW, the schedule, evaluation and the loop, on a model of a few thousand weights."""
+"""The training step, AdamW, the schedule, evaluation and the loop, on a tiny model."""
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_without_a_warm_up_the_first_step_has_the_peak():
 def test_a_schedule_falls_to_its_floor_at_the_last_step(schedule):
     trace = rates(30, schedule=schedule, warmup_steps=5, min_lr_ratio=0.1)
     assert trace[-1] == pytest.approx(0.2, rel=1e-12)
-    assert all(a > b for a, b in zip(trace[5:], trace[6:], strict=False))
+    assert all(a > b for a, b in pairwise(trace[5:]))
 
 
 def test_the_cosine_is_half_way_at_half_time():
@@ -401,6 +402,6 @@ def test_another_seed_gives_another_training():
 
 
 def require_same_step(one, other):
-    """Loss to 1e-7 and gradient to 1e-5, relative, in L2: rounding of another order of summation."""
+    """Loss to 1e-7 and gradient to 1e-5 relative: rounding of another order of summation."""
     assert one[0] == pytest.approx(other[0], rel=1e-7)
     assert np.linalg.norm(one[1] - other[1]) <= 1e-5 * np.linalg.norm(other[1])

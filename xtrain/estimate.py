@@ -75,7 +75,7 @@ def flops_per_token(config: Qwen3Config, seq_len: int, qk_norm: bool = True) -> 
 
 
 def training_memory_bytes(run: RunConfig, device_class: str) -> Memory:
-    """Bytes that a step holds on `cpu` or `cuda`. Raises UsageError when the device cannot run it."""
+    """Bytes that a step holds on `cpu` or `cuda`. Raises UsageError as check_features does."""
     features = resolve_features(run, device_class)
     bf16 = features.precision == "bf16"
     parameters = _padded_parameters(run.model, features.qk_norm)

@@ -31,6 +31,7 @@ from xtrain.track import ENDED, RUNNING, RunDir, all_runs, plain, write_atomical
 BATCH_METRICS = 1000  # MLflow's limit for one log_batch
 BATCH_PARAMS = 100  # likewise
 PARAM_LENGTH = 6000  # likewise, in characters
+TAG_LENGTH = 5000  # likewise
 
 Say = Callable[[str], None]
 
@@ -152,16 +153,16 @@ class _Copy:
 
     def bring_up_to_date(self) -> None:
         """Copy what is not in MLflow yet; raises what MLflow raises, and can be called again."""
-        status = (
-            self.status
-        )  # before the rest, so that what was logged before it is copied before it
+        status = self.status  # read first: what was logged before it is then copied before it
+        if self._client is not None and not self._has_news():
+            return
         refuse_locked(self._uri)
         if self._client is None:
             self._connect()
         self._copy_metrics()
         for key, value in list(self.tags.items()):
             if self._sent_tags.get(key) != value:
-                self._client.set_tag(self.run_id, key, value)
+                self._client.set_tag(self.run_id, key, value[:TAG_LENGTH])
                 self._sent_tags[key] = value
         while self.artifacts:
             path, folder = self.artifacts[0]
@@ -197,6 +198,12 @@ class _Copy:
         return (
             f"{self._skipped} values that are not finite are only in metrics.jsonl, not in MLflow"
         )
+
+    def _has_news(self) -> bool:
+        path = self.run.path / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        owed = self.artifacts or self.status in ENDED
+        return bool(owed) or size > self._offset or self.tags != self._sent_tags
 
     def _connect(self) -> None:
         client = open_store(self._uri)

@@ -1,8 +1,8 @@
 """Which run to go on with: unfinished runs, what must match, and who owns a run now.
 
-`resume=auto` goes on with the latest unfinished run of the same run, phase and config, unless a later
-one with that config has FINISHED; `resume=PATH` with that run (its directory or a checkpoint in it);
-`resume=none` starts afresh. What differs is named key by key.
+`resume=auto` goes on with the latest unfinished run of the same run, phase and config, unless a
+later one with that config has FINISHED; `resume=PATH` with that run (its directory or a checkpoint
+in it); `resume=none` starts afresh. What differs is named key by key.
 """
 
 import fcntl

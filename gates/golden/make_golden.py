@@ -8,7 +8,9 @@ uniform, or a wrong head order would hardly show.
 """
 
 import importlib.metadata
+import logging
 import platform
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from gates.golden.answers import FOLDER, GREEDY_PROMPTS, MODELS, OPTIM, TRAJECTORY, GoldenModel
+from gates.golden.reference import FOLDER, GREEDY_PROMPTS, MODELS, OPTIM, TRAJECTORY, GoldenModel
 from xtrain.models.config import Qwen3Config
 from xtrain.train.optimizer import learning_rate
 
@@ -85,7 +87,9 @@ def cross_entropy(logits, targets):
 
 def ten_steps(model, tokens, targets) -> list[float]:
     """Losses before each of ten updates: clipping, schedule, decay on matrices only."""
-    groups = [[p for p in model.parameters() if (p.ndim == 2) == decayed] for decayed in (True, False)]
+    groups = [
+        [p for p in model.parameters() if (p.ndim == 2) == decayed] for decayed in (True, False)
+    ]
     optimizer = torch.optim.AdamW(
         [
             {"params": groups[0], "weight_decay": OPTIM.weight_decay},
@@ -110,13 +114,13 @@ def ten_steps(model, tokens, targets) -> list[float]:
 @torch.no_grad()
 def greedy(model, prompt: list[int], *, new_tokens: int) -> list[int]:
     """What transformers' own generate continues a prompt with, never stopping early."""
+    model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         do_sample=False,
-        eos_token_id=None,
         pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
@@ -125,8 +129,8 @@ def greedy(model, prompt: list[int], *, new_tokens: int) -> list[int]:
 def adamw_trajectories() -> dict:
     """Parameters of torch.optim.AdamW every ten steps, for each eps, from fixed gradients.
 
-    The first half is decayed. Of each half, a quarter has gradients of 1e-6 around a start at zero:
-    with eps 1e-3 its movement is eps' alone, and shows where eps stands.
+    Only the first half is decayed. A quarter of the elements start at zero and have gradients of
+    1e-6: with eps 1e-3 how far they move depends on where eps stands.
     """
     generator = torch.Generator().manual_seed(7)
     t = TRAJECTORY
@@ -163,9 +167,6 @@ def ask(directory: Path, prompts: list[list[int]], *, new_tokens: int) -> dict:
     logits: one (T, V) array a prompt.  greedy: the new tokens of each.  complaints: every warning
     that loading it gave, from Python's warnings and from the library's log.
     """
-    import logging
-    import warnings
-
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append

@@ -1,17 +1,16 @@
 """Configuration: the only part of xtrain, besides pipelines, that knows Hydra.
 
-    schema.py    the types of every key
-    compose.py   YAML and overrides -> RunConfig; a gate's bars from its file
-    rules.py     which values make sense, what each device can do
-    identity.py  fingerprint, differing keys, axes
-    messages.py  Hydra's refusals in one line
+schema.py    the types of every key
+compose.py   YAML and overrides -> RunConfig; a gate's bars from its file
+rules.py     which values make sense, what each device can do
+identity.py  fingerprint and axes
+messages.py  Hydra's refusals in one line
 """
 
 from xtrain.config.compose import (
     compose,
     gate_checks,
     load_run,
-    load_saved,
     load_saved,
     read_tree,
     resolved_yaml,
@@ -21,7 +20,6 @@ from xtrain.config.identity import (
     axes_differing,
     axis_differences,
     config_fingerprint,
-    differing,
     flatten,
     flatten_tree,
 )
@@ -38,12 +36,10 @@ __all__ = [
     "check_features",
     "compose",
     "config_fingerprint",
-    "differing",
     "flatten",
     "flatten_tree",
     "gate_checks",
     "load_run",
-    "load_saved",
     "load_saved",
     "read_tree",
     "resolve_features",

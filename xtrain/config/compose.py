@@ -13,21 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import version
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_automatic_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from xtrain.confdir import choices, conf_dir
 from xtrain.config.messages import usage_error
 from xtrain.config.rules import check_run
 from xtrain.config.schema import GateConfig, PhaseConfig, RunConfig
-from xtrain.confdir import choices, conf_dir
 from xtrain.errors import UsageError
 from xtrain.gate_spec import Check
 
@@ -48,10 +50,8 @@ def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> 
 def compose_with(app: Hydra, overrides: Sequence[str]) -> DictConfig:
     """compose, within an open hydra_app."""
     refuse_fixed(overrides)
-    try:
+    with hydra_answers():
         cfg = app.compose_config(CONFIG_NAME, list(overrides), RunMode.RUN)
-    except Exception as error:  # Hydra also answers bad overrides with ValueError and the like
-        raise usage_error(error) from error
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg
@@ -73,11 +73,6 @@ def load_saved(path: str | Path) -> RunConfig:
         return load_run(OmegaConf.create(read_tree(path)))
     except UsageError as error:
         raise UsageError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
-
-
-def load_saved(path: str | Path) -> RunConfig:
-    """The run of a config.yaml that `resolved_yaml` wrote, checked like any other."""
-    return load_run(OmegaConf.create(read_tree(path)))
 
 
 def resolved_yaml(run: RunConfig) -> str:
@@ -176,6 +171,31 @@ def hydra_app(config_dir: str | None = None) -> Iterator[Hydra]:
         yield Hydra.create_main_hydra2("xtrain", search_path)
     finally:
         shared.hydra = outer
+
+
+def sweep_jobs(app: Hydra, overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each combination of swept values, `seed=0,1,2`, in order."""
+    with one_line_errors():
+        parsed = OverridesParser.create(app.config_loader).parse_overrides(list(overrides))
+        batches = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return [list(job) for batch in batches for job in batch]
+
+
+def is_plain_sweep(app: Hydra, overrides: Sequence[str]) -> bool:
+    """Whether neither a launcher nor a sweeper plugin was chosen."""
+    with hydra_answers():
+        cfg = app.compose_config(CONFIG_NAME, list(overrides), RunMode.MULTIRUN)
+    targets = (cfg.hydra.launcher._target_, cfg.hydra.sweeper._target_)
+    return all(target.startswith("hydra._internal.core_plugins.basic_") for target in targets)
+
+
+@contextmanager
+def hydra_answers() -> Iterator[None]:
+    """Turn whatever a call of Hydra raises into a UsageError: it also answers with ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise usage_error(error) from error
 
 
 @contextmanager

@@ -96,20 +96,8 @@ def config_fingerprint(run: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def differing(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """`key: old -> new` for each training value that differs between two flattened runs."""
-    old, new = training_values(old), training_values(new)
-    keys = sorted(old.keys() | new.keys())
-    absent = "(absent)"
-    return [
-        f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
-        for key in keys
-        if old.get(key, absent) != new.get(key, absent)
-    ]
-
-
 def axis_of(key: str) -> str | None:
-    """The axis of a dotted key, or None when it belongs to none. Raises KeyError when unclassified."""
+    """The axis of a dotted key, or None when it is of none. Raises KeyError for an unknown key."""
     if key.startswith(_BOOKKEEPING):
         return None
     prefix = max((prefix for prefix in _AXIS if key.startswith(prefix)), key=len, default=None)

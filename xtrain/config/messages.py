@@ -98,9 +98,8 @@ def _key(error: Exception, cause: Exception) -> str | None:
     )
     if found:
         return unknown_key(found.group(1) or found.group(2))
-    if type(cause).__name__ in ("ConfigKeyError", "ConfigAttributeError"):
-        where = _file(error)
-        return f"{where}{unknown_key(_full_key(cause) or str(cause))}"
+    if re.search(r"Key '[^']*' (is )?not in ", str(cause)):
+        return f"{_file(error)}{unknown_key(_full_key(cause) or str(cause))}"
     found = re.search(r"Could not append to config. An item is already at '([^']+)'", str(error))
     return f"+{found.group(1)}: the key exists, leave out the +" if found else None
 

@@ -112,7 +112,7 @@ def check_run(run: RunConfig) -> None:
 
 
 def check_features(run: RunConfig, device_class: str) -> None:
-    """Refuse what a device class, `cpu` or `cuda`, cannot do. Raises UsageError naming key and value.
+    """Refuse what `cpu` or `cuda` cannot do. Raises UsageError naming key and value.
 
     A feature left at None is never refused: it means the device's best.
     """

@@ -1,1 +1,38 @@
-"""Numba and BLAS kernels for the CPU; importing this package plugs them into the ops."""
+"""Numba kernels for the CPU; importing this package plugs them into the ops."""
+
+import hashlib
+import importlib
+import os
+from pathlib import Path
+
+import numba
+
+from xtrain.engine import scalar
+
+KERNELS = (
+    "adamw",
+    "embedding",
+    "global_norm",
+    "linear_cross_entropy",
+)
+
+
+def _load_kernels() -> None:
+    """Import the kernels, with machine code cached in a folder named by all of their sources.
+
+    Numba renews a cached function when its own file changes, not when a file that it compiles in
+    does, so a change of `tile.py` would keep running the old code. An installed package that cannot
+    be written to keeps Numba's own cache folder: its files only change together.
+    """
+    here = Path(__file__).parent
+    before = numba.config.CACHE_DIR
+    if not before and os.access(here, os.W_OK):
+        sources = [*sorted(here.glob("*.py")), Path(scalar.__file__)]
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+        numba.config.CACHE_DIR = str(here / "__pycache__" / f"numba-{digest[:12]}")
+    for name in KERNELS:
+        importlib.import_module(f"{__name__}.{name}")
+    numba.config.CACHE_DIR = before
+
+
+_load_kernels()

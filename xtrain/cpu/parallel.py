@@ -12,3 +12,7 @@ PRANGE_ONLY = {
     "stencil": False,
     "fusion": False,
 }
+
+# Elements below which a kernel runs on the calling thread: waking threads takes 10 to 20 us, as long
+# as one core needs for this many elements of a normalization (2-core Xeon, 2026-01).
+SERIAL = 65536

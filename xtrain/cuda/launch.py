@@ -41,7 +41,7 @@ def storage_name(dtype) -> str:
 
 def device_function(fn: Callable) -> Callable:
     """A function that kernels call; in the simulator it is the plain function itself."""
-    return fn if SIMULATED else cuda.jit(device=True)(fn)
+    return fn if SIMULATED else cuda.jit(device=True, inline="always")(fn)
 
 
 class Kernel:

@@ -32,6 +32,13 @@ class Device:
         """Copy a host array to the device."""
         return np.array(host)
 
+    def flat(self, size: int, dtype) -> np.ndarray:
+        """A zeroed 1-D array whose address is a multiple of 64 bytes, so vector loads are whole."""
+        itemsize = np.dtype(dtype).itemsize
+        raw = np.zeros(size * itemsize + 64, np.uint8)
+        skip = -raw.ctypes.data % 64
+        return raw[skip : skip + size * itemsize].view(dtype)
+
     def host(self, array) -> np.ndarray:
         """Copy a device array to the host; the only sanctioned read."""
         return np.asarray(array)

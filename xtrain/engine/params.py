@@ -87,12 +87,11 @@ class FlatBuffers:
             if p.decay:
                 decayed = at
         self.size, self.decayed = at, decayed
-        xp = device.xp
-        self.master = xp.zeros(at, np.float32)
-        self.grad = xp.zeros(at, np.float32)
-        self.moment1 = xp.zeros(at, np.float32)
-        self.moment2 = xp.zeros(at, np.float32)
-        self.copy = xp.zeros(decayed, bfloat16) if precision == "bf16" else None
+        self.master = device.flat(at, np.float32)
+        self.grad = device.flat(at, np.float32)
+        self.moment1 = device.flat(at, np.float32)
+        self.moment2 = device.flat(at, np.float32)
+        self.copy = device.flat(decayed, bfloat16) if precision == "bf16" else None
         for name, p in named:
             computed = self.copy is not None and p.decay
             p.data = self.view(self.copy if computed else self.master, name)

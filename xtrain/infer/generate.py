@@ -111,7 +111,7 @@ def prefill(
     *,
     chunk_tokens: int = PREFILL_TOKENS,
 ):
-    """Fill an empty cache with the prompts; returns the logits (B, V) behind each one's last token."""
+    """Fill an empty cache with the prompts; returns logits (B, V) behind the last token of each."""
     here = device.current()
     lengths = [len(prompt) for prompt in prompts]
     padded = np.zeros((len(prompts), max(lengths)), np.int32)
@@ -145,7 +145,7 @@ def _budgets(model: Qwen3, prompts, max_new_tokens: int) -> list[int]:
                 f"prompt {i} has {len(prompt)} tokens, the model has {positions} positions "
                 "(max_position_embeddings)"
             )
-        if not (0 <= min(prompt) and max(prompt) < vocab_size):
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise UsageError(
                 f"prompt {i} has ids from {min(prompt)} to {max(prompt)}, the vocabulary has "
                 f"{vocab_size} words"

@@ -173,7 +173,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The safetensors files, found as transformers does: one file first, else the index's shards."""
+    """The safetensors files, found as transformers does: one file, else the shards of an index."""
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     if not (directory / INDEX).is_file():

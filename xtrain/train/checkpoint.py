@@ -2,7 +2,7 @@
 
     checkpoints/<step>/model.safetensors       fp32 weights under Hugging Face's names
     checkpoints/<step>/optimizer.safetensors   both moments under the same names, update counts
-    checkpoints/<step>/manifest.json           step, facts, sha256 of both files
+    checkpoints/<step>/manifest.json           step, facts, sha256 of both files and of itself
 
 A checkpoint is written into a temporary directory, flushed to the disk and renamed. Randomness and
 data order are functions of the step, so the step number is all the state they have. Files hold no
@@ -28,6 +28,7 @@ from xtrain.train.optimizer import AdamW
 
 FORMAT = "xtrain checkpoint 1"
 FILES = ("model.safetensors", "optimizer.safetensors")
+SEAL = "manifest_sha256"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def save(
     save_file(state, temporary / FILES[1])
     hashes = {name: _hash_and_flush(temporary / name) for name in FILES}
     manifest = {"format": FORMAT, "step": step, "sha256": hashes, **facts}
+    sealed = manifest | {SEAL: _seal(manifest)}
     with open(temporary / "manifest.json", "w") as file:
-        file.write(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+        file.write(json.dumps(sealed, indent=1, sort_keys=True) + "\n")
         file.flush()
         os.fsync(file.fileno())
     _flush_directory(temporary)
@@ -95,6 +97,10 @@ def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
         raise UsageError(f"checkpoint {path}: manifest.json is damaged ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UsageError(f"{path} is not a checkpoint of this program ({FORMAT} expected)")
+    if manifest.pop(SEAL, None) != _seal(manifest):
+        raise UsageError(f"checkpoint {path}: manifest.json is damaged (its sha256 does not match)")
+    if path.name.isdecimal() and int(path.name) != manifest["step"]:
+        raise UsageError(f"checkpoint {path} is that of step {manifest['step']}, renamed")
     for name in FILES:
         if not (path / name).is_file():
             raise UsageError(f"checkpoint {path}: {name} is missing")
@@ -106,28 +112,41 @@ def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
 def restore(checkpoint: Checkpoint, buffers: FlatBuffers, optimizer: AdamW, device: Device) -> None:
     """Put weights, moments and counts back; shapes and names must be those of the model."""
     state = load_file(checkpoint.path / FILES[1])
-    load_weights(checkpoint.path / FILES[0], buffers, device)
+    views = {"updates": np.zeros(1), "skipped": np.zeros(1)}
     for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
-        for name, view in named_tensors(buffers, buffer).items():
-            _put(view, state, f"{label}.{name}", checkpoint.path, device)
+        views |= {f"{label}.{n}": view for n, view in named_tensors(buffers, buffer).items()}
+    _require_same_tensors(state, views, checkpoint.path / FILES[1])
+    load_weights(checkpoint.path / FILES[0], buffers, device)
+    _put(state, views, device)
     optimizer.updates[...] = int(state["updates"][0])
     optimizer.skipped[...] = int(state["skipped"][0])
 
 
 def load_weights(file: Path, buffers: FlatBuffers, device: Device) -> None:
-    """Read model weights only, from a file with Hugging Face's names."""
+    """Read model weights only, from a file with exactly the model's tensors under their names."""
     weights = load_file(file)
-    for name, view in named_tensors(buffers, buffers.master).items():
-        _put(view, weights, name, file, device)
+    views = named_tensors(buffers, buffers.master)
+    _require_same_tensors(weights, views, file)
+    _put(weights, views, device)
     buffers.refresh_copy()
 
 
-def _put(view, tensors: dict, name: str, origin: Path, device: Device) -> None:
-    if name not in tensors:
-        raise UsageError(f"{origin}: no tensor {name}; it belongs to another model")
-    if tensors[name].shape != view.shape:
-        raise UsageError(f"{origin}: {name} is {tensors[name].shape}, the model has {view.shape}")
-    view[...] = device.array(tensors[name].astype(np.float32, copy=False))
+def _require_same_tensors(tensors: dict, views: dict, origin: Path) -> None:
+    """Before anything is overwritten: raise UsageError unless names and shapes are the model's."""
+    for name, view in views.items():
+        if name not in tensors:
+            raise UsageError(f"{origin}: no tensor {name}; it belongs to another model")
+        if tensors[name].shape != view.shape:
+            theirs = tensors[name].shape
+            raise UsageError(f"{origin}: {name} is {theirs}, the model has {view.shape}")
+    for name in tensors:
+        if name not in views:
+            raise UsageError(f"{origin}: the model has no {name}; it belongs to another model")
+
+
+def _put(tensors: dict, views: dict, device: Device) -> None:
+    for name, view in views.items():
+        view[...] = device.array(tensors[name].astype(np.float32, copy=False))
 
 
 def latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -141,22 +160,31 @@ def latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, damaged
 
 
-def prune(directory: Path, *, keep_last: int, best_step: int | None) -> None:
-    """Delete all but the newest `keep_last` checkpoints and the best one, and half-written ones."""
+def prune(directory: Path, *, saved: int, keep_last: int, best_step: int | None) -> None:
+    """After saving step `saved`: keep the newest `keep_last` checkpoints up to it, and the best.
+
+    Later ones are left alone and do not count: the training went on from before them because they
+    are damaged, or because it was told to. Half-written ones are deleted.
+    """
     for leftover in directory.glob(".writing-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    newest_first = sorted(_step_directories(directory), key=lambda p: -int(p.name))
-    for path in newest_first[max(keep_last, 1) :]:
-        if int(path.name) != best_step:
-            shutil.rmtree(path)
+    steps = sorted((int(p.name) for p in _step_directories(directory)), reverse=True)
+    for step in [s for s in steps if s <= saved][max(keep_last, 1) :]:
+        if step != best_step:
+            shutil.rmtree(directory / str(step))
 
 
 def _step_directories(directory: Path) -> list[Path]:
-    return [p for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
+    return [p for p in directory.glob("*") if p.is_dir() and p.name.isdecimal()]
 
 
 def _host(device: Device, view) -> np.ndarray:
     return np.ascontiguousarray(device.host(view))
+
+
+def _seal(manifest: dict) -> str:
+    """sha256 of a manifest's content: its own file is not covered by the hashes that it holds."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _hash(file: Path) -> str:

@@ -13,6 +13,8 @@ from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
 from xtrain.train.config import OptimConfig
 
+LARGEST_NORM = 1.8e19  # of a gradient that is applied: its square still fits fp32
+
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate of update `step` (0-based) of `total_steps`.
@@ -53,11 +55,13 @@ class AdamW:
     def update(self):
         """Clip and apply the gradient in the buffers, and zero it; returns its norm, () float64.
 
-        A gradient with NaN or infinity changes neither weights nor moments; it is counted.
+        A gradient with NaN or infinity, or too large for an fp32 second moment after clipping,
+        changes neither weights nor moments; it is counted.
         """
         xp, c, b = self.xp, self.config, self.buffers
         norm = ops.global_norm.run(b.grad)
-        finite = xp.isfinite(norm)
+        applied = xp.minimum(norm, c.clip_norm) if c.clip_norm > 0 else norm
+        finite = xp.isfinite(norm) & (applied < LARGEST_NORM)
         self.updates += finite
         self.skipped += ~finite
         # The first finite gradient is update 1; before it the corrections would divide by zero.

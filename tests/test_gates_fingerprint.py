@@ -1,0 +1,126 @@
+"""A gate's fingerprint changes with the code that it measures, and with nothing else."""
+
+import pytest
+
+from gates.find import HERE, find_gates
+from gates.fingerprint import code_fingerprint, import_closure, package_roots
+from xtrain.errors import UsageError
+
+FILES = {
+    "gates/__init__.py": "",
+    "gates/t1_line.py": "from xtrain.nn import layer\n\ndef f():\n    import xtrain.engine.tape\n",
+    "xtrain/__init__.py": "",
+    "xtrain/README.md": "# notes\n",
+    "xtrain/nn/__init__.py": "",
+    "xtrain/nn/layer.py": "from . import norm\nfrom ..engine.device import use\n",
+    "xtrain/nn/norm.py": 'SOURCE = "norm.cu"\n',
+    "xtrain/nn/norm.cu": "__global__ void norm() {}\n",
+    "xtrain/nn/unused.py": "",
+    "xtrain/engine/__init__.py": "",
+    "xtrain/engine/tape.py": "import json\n",
+    "xtrain/engine/device.py": (
+        "import importlib\n"
+        'def use(name):\n    return importlib.import_module({"cpu": "xtrain.cpu"}[name])\n'
+    ),
+    "xtrain/cpu/__init__.py": (
+        "from importlib import import_module\n"
+        'def load(op):\n    return import_module(f"xtrain.cpu.{op}")\n'
+    ),
+    "xtrain/cpu/linear.py": "",
+    "xtrain/data/__init__.py": (
+        "import pkgutil\nnames = [m.name for m in pkgutil.iter_modules(__path__)]\n"
+    ),
+    "xtrain/data/shards.py": "",
+}
+REACHED = {
+    "gates",
+    "gates.t1_line",
+    "xtrain",
+    "xtrain.nn",
+    "xtrain.nn.layer",
+    "xtrain.nn.norm",
+    "xtrain.nn.norm:norm.cu",
+    "xtrain.engine",
+    "xtrain.engine.tape",
+    "xtrain.engine.device",
+    "xtrain.cpu",
+    "xtrain.cpu.linear",
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def roots(project):
+    return {name: project / name for name in ("gates", "xtrain")}
+
+
+def fingerprint(project):
+    return code_fingerprint(project / "gates" / "t1_line.py", roots=roots(project))
+
+
+def test_the_closure_follows_imports_and_modules_loaded_by_name(project):
+    found = import_closure(project / "gates" / "t1_line.py", roots(project))
+    assert set(found) - {"gates"} == REACHED - {"gates"}
+
+
+def test_a_package_that_loads_all_its_modules_counts_whole(project):
+    (project / "gates" / "t1_line.py").write_text("import xtrain.data\n")
+    assert "xtrain.data.shards" in import_closure(project / "gates/t1_line.py", roots(project))
+
+
+@pytest.mark.parametrize(
+    "name", ["gates/t1_line.py", "xtrain/nn/norm.py", "xtrain/nn/norm.cu", "xtrain/cpu/linear.py"]
+)
+def test_a_change_to_what_is_reached_changes_the_fingerprint(project, name):
+    before = fingerprint(project)
+    (project / name).write_text((project / name).read_text() + "\n# changed\n")
+    assert fingerprint(project) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["xtrain/README.md", "xtrain/nn/unused.py", "xtrain/data/shards.py"]
+)
+def test_a_change_elsewhere_stales_nothing(project, name):
+    before = fingerprint(project)
+    (project / name).write_text("# changed\n")
+    assert fingerprint(project) == before
+
+
+def test_the_fingerprint_does_not_depend_on_where_the_project_is(project, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in FILES:
+        (elsewhere / name).parent.mkdir(parents=True, exist_ok=True)
+        (elsewhere / name).write_text(FILES[name])
+    assert fingerprint(elsewhere) == fingerprint(project)
+
+
+def test_composed_configs_are_part_of_it(project, tmp_path, monkeypatch):
+    conf = tmp_path / "conf"
+    (conf / "model").mkdir(parents=True)
+    (conf / "config.yaml").write_text("")
+    (conf / "model" / "v0.yaml").write_text("hidden_size: 32\n")
+    monkeypatch.setenv("XTRAIN_CONF", str(conf))
+    gate = project / "gates" / "t1_line.py"
+
+    before = code_fingerprint(gate, ("model/v0",), roots(project))
+    (conf / "model" / "v0.yaml").write_text("hidden_size: 64\n")
+
+    assert code_fingerprint(gate, ("model/v0.yaml",), roots(project)) != before
+    with pytest.raises(UsageError, match="model/v99"):
+        code_fingerprint(gate, ("model/v99",), roots(project))
+
+
+def test_every_gate_of_the_project_has_a_fingerprint_of_project_files_only():
+    inside = tuple(package_roots().values())
+    for file in find_gates(HERE).values():
+        closure = import_closure(file.path)
+        assert f"gates.{file.path.stem}" in closure
+        assert all(any(path.is_relative_to(root) for root in inside) for path in closure.values())
+        assert not any(path.suffix == ".md" for path in closure.values())

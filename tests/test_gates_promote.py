@@ -1,0 +1,198 @@
+"""Only a run whose checks and phases all PASS is promoted, and the local ledger decides."""
+
+import shutil
+import sqlite3
+from contextlib import closing
+from datetime import date
+
+import pytest
+
+from gates.judge import judge
+from gates.ledger import Ledger
+from gates.measure import Standing
+from gates.promote import model_directory, promote_or_refuse, register_owed
+from xtrain.errors import UsageError
+from xtrain.gate_spec import Check
+from xtrain.mirror import Mirror, catch_up
+from xtrain.mlflow_store import open_store, store_uri
+from xtrain.track import open_run
+
+LOSS = Check("margin", ">=", 0.5)
+CUDA_ONLY = Check("speed", ">=", 2.0, device="cuda")
+PRINTS = {"config": "c0", "code": "k0", "data": "d0", "checkpoint": "w0"}
+PASSED = {"T1": Standing("T1", "cpu", "PASS"), "T6": Standing("T6", "cpu", "PASS")}
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_store(f"sqlite:///{path}")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, empty_store):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+def make_run(root):
+    run = open_run(root / "outputs", "v0", "t6", {}, config_text="", fingerprints=PRINTS, facts={})
+    (run.path / "export").mkdir()
+    (run.path / "export" / "config.json").write_text(f'"{run.id}"')
+    return run
+
+
+def decide(root, margin=0.6, requires=PASSED, run=None, mirror=None, wait_s=10.0):
+    return promote_or_refuse(
+        run or make_run(root),
+        judge([LOSS, CUDA_ONLY], {"margin": margin}, "cpu"),
+        requires=requires,
+        device="cpu",
+        ledger=Ledger(root / "outputs" / "ledger.jsonl"),
+        fingerprints=PRINTS,
+        mirror=mirror,
+        wait_s=wait_s,
+    )
+
+
+def last_entry(root):
+    return Ledger(root / "outputs" / "ledger.jsonl").entries()[-1]
+
+
+def promote_in_mlflow(root, margin=0.6):
+    run = make_run(root)
+    mirror = Mirror(run, say=lambda line: None, interval_s=0.05).start()
+    promotion = decide(root, margin, run=run, mirror=mirror)
+    run.set_status("FINISHED")
+    assert mirror.close("FINISHED") == ""
+    return run, mirror.run_id, promotion
+
+
+def test_a_run_that_passes_everything_is_promoted_in_the_ledger(tmp_path):
+    assert decide(tmp_path).promoted
+    entry = last_entry(tmp_path)
+    assert (entry["kind"], entry["gate"], entry["verdict"]) == ("promotion", "v0", "PASS")
+    assert entry["fingerprint"] == PRINTS and entry["requires"] == {"T1": "PASS", "T6": "PASS"}
+
+
+@pytest.mark.parametrize("margin", [0.4, float("nan")])
+def test_a_run_that_misses_its_bar_is_refused_with_the_reason(tmp_path, margin):
+    promotion = decide(tmp_path, margin)
+    assert not promotion.promoted and promotion.reasons[0].startswith("margin: FAIL")
+    assert last_entry(tmp_path)["verdict"] == "FAIL"
+    assert last_entry(tmp_path)["reasons"] == list(promotion.reasons)
+
+
+@pytest.mark.parametrize("verdict", ["FAIL", "ERROR", "STALE", "NOT MEASURED"])
+def test_every_phase_that_is_not_pass_refuses(tmp_path, verdict):
+    promotion = decide(tmp_path, requires={**PASSED, "T6": Standing("T6", "cpu", verdict)})
+    assert not promotion.promoted and promotion.reasons[0].startswith(f"gate T6: {verdict}")
+
+
+def test_a_pass_on_another_device_class_refuses(tmp_path):
+    promotion = decide(tmp_path, requires={"T6": Standing("T6", "cuda", "PASS")})
+    assert promotion.reasons == ("gate T6: measured on cuda, not on cpu",)
+
+
+def test_a_run_without_a_check_for_its_device_class_is_refused(tmp_path):
+    run = make_run(tmp_path)
+    promotion = promote_or_refuse(
+        run,
+        judge([CUDA_ONLY], {}, "cpu"),
+        requires={},
+        device="cpu",
+        ledger=Ledger(tmp_path / "ledger.jsonl"),
+        fingerprints=PRINTS,
+    )
+    assert promotion.reasons == ("no check of the run was measured on cpu",)
+
+
+def test_a_waived_phase_does_not_refuse_and_is_named(tmp_path):
+    ledger = Ledger(tmp_path / "outputs" / "ledger.jsonl")
+    waiver = ledger.waive("t6", who="Ada", why="flaky disk", until=date(9999, 1, 1))
+    promotion = decide(tmp_path, requires={"T6": Standing("T6", "cpu", "FAIL")})
+    assert promotion.promoted and "waived by Ada" in promotion.notes[0]
+    assert last_entry(tmp_path)["waivers"] == [waiver["hash"]]
+
+
+def test_an_expired_waiver_refuses(tmp_path):
+    ledger = Ledger(tmp_path / "outputs" / "ledger.jsonl")
+    ledger.waive("T6", who="Ada", why="flaky disk", until=date(2000, 1, 1))
+    assert not decide(tmp_path, requires={"T6": Standing("T6", "cpu", "FAIL")}).promoted
+
+
+def test_a_tampered_ledger_refuses(tmp_path):
+    decide(tmp_path, 0.4)
+    path = tmp_path / "outputs" / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"FAIL"', '"PASS"'))
+    promotion = decide(tmp_path)
+    assert not promotion.promoted and "line 1 is broken" in promotion.reasons[0]
+
+
+def test_a_promoted_run_gets_a_registered_version_and_the_alias(here):
+    run, run_id, promotion = promote_in_mlflow(here)
+    version = open_store(store_uri()).get_model_version_by_alias("xtrain-v0", "promoted")
+    assert str(version.version) == promotion.version and version.run_id == run_id
+    assert version.tags["xtrain.verdict"] == "PASS" and version.tags["gate.T6"] == "PASS"
+    assert version.tags["fingerprint.checkpoint"] == "w0"
+    exported = model_directory("models:/xtrain-v0@promoted") / "config.json"
+    assert exported.read_text() == f'"{run.id}"'
+    assert model_directory(f"models:/xtrain-v0/{promotion.version}") == exported.parent
+
+
+def test_a_refused_run_is_tagged_and_moves_no_alias(here):
+    _, _, first = promote_in_mlflow(here)
+    _, run_id, second = promote_in_mlflow(here, margin=0.1)
+    client = open_store(store_uri())
+    version = client.get_model_version_by_alias("xtrain-v0", "promoted")
+    assert second.version is None and str(version.version) == first.version
+    assert client.get_run(run_id).data.tags["xtrain.verdict"] == "REFUSED"
+    assert len(client.search_model_versions("name='xtrain-v0'")) == 1
+
+
+def test_a_promotion_that_mlflow_cannot_take_stands_and_is_registered_later(here):
+    run = make_run(here)
+    with closing(sqlite3.connect(here / "mlflow.db")) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        mirror = Mirror(run, say=lambda line: None, interval_s=0.05).start()
+        promotion = decide(here, run=run, mirror=mirror, wait_s=0.1)
+        run.set_status("FINISHED")
+        mirror.close("FINISHED", timeout_s=0.1)
+        mirror._thread.join()
+        other.execute("ROLLBACK")
+    assert promotion.promoted and "registry is behind" in promotion.notes[0]
+
+    catch_up(here / "outputs")
+    assert register_owed(here / "outputs") == [run.path]
+
+    version = open_store(store_uri()).get_model_version_by_alias("xtrain-v0", "promoted")
+    assert version.tags["xtrain.id"] == run.id
+    assert register_owed(here / "outputs") == []
+
+
+def test_a_late_registration_does_not_move_the_alias_back(here):
+    older = make_run(here)
+    owed = {"name": "xtrain-v0", "tags": {"xtrain.verdict": "PASS"}, "version": None}
+    older.write_json("registry.json", owed)
+    mirror = Mirror(older, interval_s=0.05).start()
+    older.set_status("FINISHED")
+    mirror.close("FINISHED")
+    newer, _, _ = promote_in_mlflow(here)
+
+    assert register_owed(here / "outputs") == [older.path]
+
+    version = open_store(store_uri()).get_model_version_by_alias("xtrain-v0", "promoted")
+    assert version.tags["xtrain.id"] == newer.id
+
+
+@pytest.mark.parametrize(
+    "uri", ["models:/xtrain-v0", "xtrain-v0@promoted", "models:/none@promoted"]
+)
+def test_a_model_that_is_not_there_is_a_usage_error(here, uri):
+    with pytest.raises(UsageError, match=r"models:/|none"):
+        model_directory(uri)

@@ -1,0 +1,195 @@
+"""Sixteen bytes at a time: how memory-bound kernels read and write fp32 and bf16 arrays.
+
+A word is 16 bytes: 4 fp32 or 8 bf16 elements, widened to fp32 in the registers (a local array with
+constant indices) of one thread. One 16-byte load a thread and several of them in flight are what
+reaches the bandwidth of a copy. Storing bf16 rounds to nearest, ties to even.
+
+Where a row is no multiple of a word, or an address is not aligned, the same kernels are compiled
+with element-wise access. A kernel's array is a pointer to uint16 (bf16 bits) or float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+from numba.types import float32, uint32
+
+from xtrain.cuda.launch import SIMULATED, device_function, storage_name
+
+WORD_BYTES = 16
+
+
+class Access(NamedTuple):
+    """Device functions for words of one dtype; `width` elements are a word.
+
+    load(array, start, left, values, at): values[at:at + width] = array[start:start + width]
+    store(array, start, left, values, at): the reverse.
+    left: how many of the elements from `start` on exist; the others load as 0, are not stored.
+    """
+
+    width: int
+    load: Callable
+    store: Callable
+
+
+def width_of(dtype) -> int:
+    """Elements in a word."""
+    return WORD_BYTES // np.dtype(dtype).itemsize
+
+
+def are_aligned(row_elements: int, *arrays) -> bool:
+    """Whether rows of that many elements of every array start and end on whole words."""
+    return all(
+        row_elements % width_of(a.dtype) == 0 and (SIMULATED or a.data.ptr % WORD_BYTES == 0)
+        for a in arrays
+    )
+
+
+@functools.cache
+def access(dtype, aligned: bool) -> Access:
+    """How to reach words of a dtype: fp32 or bf16, by word when aligned, else by element."""
+    storage = storage_name(dtype)
+    if aligned:
+        load, store = (
+            (load_fp32_word, store_fp32_word)
+            if storage == "float32"
+            else (load_bf16_word, store_bf16_word)
+        )
+    else:
+        load, store = _element_access(storage, width_of(dtype))
+    return Access(width_of(dtype), load, store)
+
+
+def _element_access(storage: str, width: int) -> tuple[Callable, Callable]:
+    widen, narrow = (
+        (same, same) if storage == "float32" else (float_of_bfloat16, bfloat16_of_float)
+    )
+
+    @device_function
+    def load_elements(array, start, left, values, at):
+        for i in range(width):
+            values[at + i] = widen(array[start + i]) if i < left else float32(0)
+
+    @device_function
+    def store_elements(array, start, left, values, at):
+        for i in range(width):
+            if i < left:
+                array[start + i] = narrow(values[at + i])
+
+    return load_elements, store_elements
+
+
+if SIMULATED:
+    import ml_dtypes
+
+    def bits_of(x):
+        """The 32 bits of an fp32 number."""
+        return np.float32(x).view(np.uint32)
+
+    def float_of(bits):
+        """The fp32 number of 32 bits."""
+        return np.uint32(bits).view(np.float32)
+
+    def pack(low, high):
+        """Two fp32 numbers rounded to bf16, in one uint32, the first in the low half."""
+        pair = np.array([low, high], np.float32).astype(ml_dtypes.bfloat16)
+        return pair.view(np.uint32)[0]
+
+    def load_word(array, start):
+        """The four uint32 that begin at element `start` (a multiple of a word) of an array."""
+        count = WORD_BYTES // array[start].dtype.itemsize
+        return tuple(np.array([array[start + i] for i in range(count)]).view(np.uint32))
+
+    def store_word(array, start, a, b, c, d):
+        """Write four uint32 from element `start` (a multiple of a word) on."""
+        values = np.array([a, b, c, d], np.uint32).view(array[start].dtype)
+        for i, value in enumerate(values):
+            array[start + i] = value
+
+else:
+    from xtrain.cuda.intrinsics import bits_of, float_of, load_word, pack, store_word
+
+
+@device_function
+def same(x):
+    return x
+
+
+@device_function
+def float_of_bfloat16(bits):
+    return float_of(uint32(bits) << uint32(16))
+
+
+@device_function
+def bfloat16_of_float(x):
+    return types.uint16(pack(x, float32(0)) & uint32(0xFFFF))
+
+
+@device_function
+def load_fp32_word(array, start, left, values, at):
+    if left > 0:
+        a, b, c, d = load_word(array, start)
+        values[at] = float_of(a)
+        values[at + 1] = float_of(b)
+        values[at + 2] = float_of(c)
+        values[at + 3] = float_of(d)
+    else:
+        for i in range(4):
+            values[at + i] = float32(0)
+
+
+@device_function
+def store_fp32_word(array, start, left, values, at):
+    if left > 0:
+        store_word(
+            array,
+            start,
+            bits_of(values[at]),
+            bits_of(values[at + 1]),
+            bits_of(values[at + 2]),
+            bits_of(values[at + 3]),
+        )
+
+
+@device_function
+def load_bf16_word(array, start, left, values, at):
+    if left > 0:
+        a, b, c, d = load_word(array, start)
+        values[at] = low(a)
+        values[at + 1] = high(a)
+        values[at + 2] = low(b)
+        values[at + 3] = high(b)
+        values[at + 4] = low(c)
+        values[at + 5] = high(c)
+        values[at + 6] = low(d)
+        values[at + 7] = high(d)
+    else:
+        for i in range(8):
+            values[at + i] = float32(0)
+
+
+@device_function
+def store_bf16_word(array, start, left, values, at):
+    if left > 0:
+        store_word(
+            array,
+            start,
+            pack(values[at], values[at + 1]),
+            pack(values[at + 2], values[at + 3]),
+            pack(values[at + 4], values[at + 5]),
+            pack(values[at + 6], values[at + 7]),
+        )
+
+
+@device_function
+def low(bits):
+    """The bf16 number in the low half of a uint32, as fp32."""
+    return float_of(uint32(bits << uint32(16)))
+
+
+@device_function
+def high(bits):
+    """The bf16 number in the high half of a uint32, as fp32."""
+    return float_of(uint32(bits & uint32(0xFFFF0000)))
