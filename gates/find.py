@@ -75,7 +75,7 @@ def choose_gates(names: list[str], found: dict[str, GateFile]) -> list[GateFile]
 def _nearest(name: str, found: dict[str, GateFile]) -> str:
     if not found:
         return "there are no gates here"
-    near = difflib.get_close_matches(name.lower(), found, n=3, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), found, n=3, cutoff=0.6)
     if near:
         return f"did you mean {', '.join(near)}?"
     return f"choose from {', '.join(found)}"

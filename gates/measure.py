@@ -214,7 +214,7 @@ def _prove(defect: Defect, check: Check | None, control: dict[str, Measured], de
     try:
         with defect.patch():
             spoilt = _judge_measured(check, _measure_one(defect.measure, device), device)
-    except Exception as error:  # noqa: BLE001 - a patch that cannot be applied proves nothing
+    except Exception as error:  # a patch that cannot be applied proves nothing
         reason = f"the patch raised {_describe(error)}"
         return Proof(defect.name, check.name, sound.verdict, "", reason)
     reason = spoilt.reason if sound.verdict == PASS else f"without the defect: {sound.reason}"
@@ -241,7 +241,7 @@ _RAISED = "(raised)"  # the key of a measurement's exception, which names no che
 def _measure_one(measure: Callable, *arguments: object) -> dict[str, Measured]:
     try:
         return dict(measure(*arguments))
-    except Exception as error:  # noqa: BLE001 - it becomes the verdict ERROR of its checks
+    except Exception as error:  # it becomes the verdict ERROR of its checks
         return {_RAISED: Failed(_describe(error))}
 
 

@@ -152,7 +152,7 @@ def _register_or_owe(
     run.write_json("registry.json", registry)
     try:
         version = _register(run, registry["name"], tags, is_newest)
-    except Exception as error:  # noqa: BLE001 - the ledger has decided; MLflow follows when it can
+    except Exception as error:  # the ledger has decided; MLflow follows when it can
         return None, f"promoted, but the MLflow registry is behind ({one_line(error)})"
     run.write_json("registry.json", {**registry, "version": version})
     return version, ""

@@ -6,6 +6,8 @@ from gates.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE, CheckResult
 
 _STYLES = {PASS: "green", FAIL: "bold red", ERROR: "bold red", STALE: "yellow", NOT_MEASURED: "dim"}
 
+_FOLDING = ("check", "original", "why", "claim", "defect", "measures", "bars")
+
 
 def check_rows(results: Iterable[CheckResult], gate: str = "") -> list[list[str]]:
     """Rows of gate, check, measured, bar, original, verdict, why."""
@@ -31,21 +33,29 @@ def show_value(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.6g} {unit}".rstrip()
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print on stdout; a column without any text is left out."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print on stdout; a column without any text is left out.
+
+    On a narrow terminal prose folds, and what remains too wide runs over rather than being cut.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    table = Table(box=None, pad_edge=False, title=title or None, title_justify="left")
+    table = Table(box=None, pad_edge=False)
     for i in used:
-        is_prose = columns[i] in ("why", "claim")
-        table.add_column(columns[i], no_wrap=not is_prose, overflow="fold")
+        table.add_column(columns[i], no_wrap=columns[i] not in _FOLDING, overflow="fold")
     for row in rows:
         table.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in used))
     console = Console(highlight=False)
-    if not console.is_terminal:
-        unbounded = console.options.update(width=100_000, max_width=100_000)
-        console.width = max(1, console.measure(table, options=unbounded).maximum)
-    console.print(table)
+    unbounded = console.options.update(width=100_000, max_width=100_000)
+    natural = console.measure(table, options=unbounded)
+    if console.is_terminal:
+        console.width = max(console.width, natural.minimum)
+        console.print(table)
+        return
+    console.width = max(1, natural.maximum)
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))

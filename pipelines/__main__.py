@@ -144,7 +144,7 @@ def _parse(argv: list[str]):
 
 def _show(app, args) -> bool:
     """Answer Hydra's flags that run nothing; False when there is none."""
-    from xtrain.config.compose import CONFIG_NAME, hydra_answers, refuse_fixed
+    from xtrain.config.compose import CONFIG_NAME, compose_with, hydra_answers, refuse_fixed
 
     if args.shell_completion:
         with hydra_answers():
@@ -155,6 +155,7 @@ def _show(app, args) -> bool:
         if args.cfg:
             app.show_cfg(CONFIG_NAME, args.overrides, args.cfg, args.package, args.resolve)
         elif args.info:
+            compose_with(app, args.overrides)  # refuses before half of the answer is printed
             app.show_info(args.info, CONFIG_NAME, args.overrides)
         elif args.hydra_help:
             app.hydra_help(CONFIG_NAME, _hydra_parser(), args)

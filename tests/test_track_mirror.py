@@ -241,19 +241,24 @@ def test_a_run_killed_by_sigkill_is_reaped_here_and_in_mlflow(here):
 
 FIRST_USE = """
 import os
+from xtrain.mlflow_store import import_mlflow, open_store, store_uri
 from xtrain.mirror import Mirror
-from xtrain.mlflow_store import import_mlflow
 from xtrain.track import open_run
 import_mlflow()
+waiting, start = os.pipe()
 children = []
 for _ in range(4):
     pid = os.fork()
     if pid == 0:
         run = open_run("outputs", "v0", "t6", {}, config_text="", fingerprints={}, facts={})
+        os.close(start)
+        os.read(waiting, 1)  # returns for all at once, when the parent closes its end
+        open_store(store_uri())
         mirror = Mirror(run).start()
         run.log(1, {"loss": 1.0})
         os._exit(0 if mirror.close("FINISHED", timeout_s=60) == "" else 1)
     children.append(pid)
+os.close(start)
 print([os.waitpid(pid, 0)[1] for pid in children])
 """
 

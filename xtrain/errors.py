@@ -1,8 +1,12 @@
-"""The two ways a run ends early that are not bugs."""
+"""The ways a run ends early that are not bugs."""
 
 
 class UsageError(ValueError):
     """Something the user can put right; the message is one line that says how (exit code 2)."""
+
+
+class OutOfDeviceMemory(UsageError):
+    """The GPU's memory is full; the message says how much was asked for and what would fit."""
 
 
 class Interrupted(Exception):

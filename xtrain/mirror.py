@@ -118,7 +118,7 @@ class Mirror:
             try:
                 self._copy.bring_up_to_date()
                 self._problem = ""
-            except Exception as error:  # noqa: BLE001 - whatever MLflow raises, training goes on
+            except Exception as error:  # whatever MLflow raises, training goes on
                 self._problem = one_line(error)
                 if not self._warned:
                     self._say(f"MLflow cannot be written ({self._problem}); training goes on")
@@ -311,7 +311,7 @@ def _complete(run: RunDir, say: Say | None) -> bool:
     copy.status = run.manifest["status"]
     try:
         copy.bring_up_to_date()
-    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the local directory stands
+    except Exception as error:  # whatever MLflow raises, the local directory stands
         if say:
             say(f"the MLflow copy of {run.path} is still behind: {one_line(error)}")
         return False

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from gates.golden.reference import GREEDY_PROMPTS, MODELS, OPTIM, TRAJECTORY, GoldenModel, read
+from gates.golden.reference import (
+    GREEDY_PROMPTS,
+    MODELS,
+    OPTIM,
+    TRAJECTORY,
+    TRAJECTORY_FILE,
+    GoldenModel,
+    read,
+)
 from xtrain.engine import device as devices
 from xtrain.engine.params import FlatBuffers, Parameter
 from xtrain.infer.generate import generate
@@ -40,7 +48,7 @@ def golden_values(device: str) -> dict[str, float]:
 
 def golden_model_values(golden: GoldenModel, device: str) -> dict[str, float]:
     """The same for one of the stored models."""
-    here, stored = devices.use(device), read(golden.name)
+    here, stored = devices.use(device), read(golden.file)
     tokens = stored["tokens"].astype(np.int32)
     targets = np.where(stored["ignored"], -100, tokens[:, :, 1:]).astype(np.int32)
     batches = [
@@ -99,7 +107,7 @@ def adamw_100_steps(device: str) -> dict[str, float]:
     adamw_100_steps_rel: the worst relative L2 distance after any tenth step, of the elements with
     tiny gradients and of the others apart, since the first are far smaller.
     """
-    stored = read("adamw_100_steps")
+    stored = read(TRAJECTORY_FILE)
     worst = 0.0
     for eps in TRAJECTORY.eps:
         ours = _adamw_path(stored, eps, device)
@@ -138,7 +146,7 @@ def golden_greedy(device: str) -> dict[str, float]:
     """
     mismatches = 0
     for golden in MODELS:
-        stored = read(golden.name)
+        stored = read(golden.file)
         model, buffers = golden_model(golden, stored, device)
         with tempfile.TemporaryDirectory() as folder:
             _export(model, buffers, Path(folder, "export"))

@@ -18,7 +18,15 @@ import numpy as np
 import torch
 import transformers
 
-from gates.golden.reference import FOLDER, GREEDY_PROMPTS, MODELS, OPTIM, TRAJECTORY, GoldenModel
+from gates.golden.reference import (
+    FOLDER,
+    GREEDY_PROMPTS,
+    MODELS,
+    OPTIM,
+    TRAJECTORY,
+    TRAJECTORY_FILE,
+    GoldenModel,
+)
 from xtrain.models.config import Qwen3Config
 from xtrain.train.optimizer import learning_rate
 
@@ -29,8 +37,8 @@ def main() -> None:
     print(versions)
     torch.set_num_threads(1)  # sums in one order
     for golden in MODELS:
-        _save(golden.name, {**model_values(golden), "versions": np.array(versions)})
-    _save("adamw_100_steps", {**adamw_trajectories(), "versions": np.array(versions)})
+        _save(golden.file, {**model_values(golden), "versions": np.array(versions)})
+    _save(TRAJECTORY_FILE, {**adamw_trajectories(), "versions": np.array(versions)})
 
 
 def _versions() -> dict[str, str]:
@@ -39,8 +47,8 @@ def _versions() -> dict[str, str]:
     return {**found, "python": platform.python_version()}
 
 
-def _save(name: str, arrays: dict) -> None:
-    path = FOLDER / f"{name}.npz"
+def _save(file: str, arrays: dict) -> None:
+    path = FOLDER / file
     np.savez_compressed(path, **arrays)
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 

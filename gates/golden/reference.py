@@ -13,9 +13,9 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class GoldenModel:
-    """A tiny model whose reference values are in `<name>.npz`."""
+    """A tiny model and the file of its reference values."""
 
-    name: str
+    file: str
     seed: int
     config: Qwen3Config
 
@@ -36,7 +36,7 @@ class Trajectory:
 
 MODELS = (
     GoldenModel(
-        "grouped_untied",
+        "grouped_untied.npz",
         1,
         Qwen3Config(
             vocab_size=211,
@@ -50,7 +50,7 @@ MODELS = (
         ),
     ),
     GoldenModel(
-        "one_kv_head_tied",
+        "one_kv_head_tied.npz",
         2,
         Qwen3Config(
             vocab_size=67,
@@ -67,14 +67,14 @@ MODELS = (
     ),
 )
 OPTIM = OptimConfig(lr=3e-3, warmup_steps=2)
-TRAJECTORY = Trajectory()
+TRAJECTORY, TRAJECTORY_FILE = Trajectory(), "adamw_100_steps.npz"
 # Ids that both vocabularies have; lengths from one token on.
 GREEDY_PROMPTS = [
     np.random.default_rng(n).integers(0, 67, n).tolist() for n in (1, 2, 3, 5, 8, 13, 21, 34)
 ]
 
 
-def read(name: str) -> dict[str, np.ndarray]:
+def read(file: str) -> dict[str, np.ndarray]:
     """The arrays of one file of reference values."""
-    with np.load(FOLDER / f"{name}.npz") as stored:
+    with np.load(FOLDER / file) as stored:
         return dict(stored)

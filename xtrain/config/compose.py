@@ -10,6 +10,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from hydra import version
@@ -141,8 +142,9 @@ def refuse_fixed(overrides: Sequence[str]) -> None:
             raise UsageError(f"{key} stands in the {kind}'s file and is not changed by an override")
 
 
+@cache
 def schema_of(kind: type) -> DictConfig:
-    """A dataclass as a typed tree, nested ones included, open to merging.
+    """A dataclass as a typed tree, nested ones included, open to merging; merge copies it.
 
     OmegaConf makes a frozen dataclass read-only and leaves a nested one without default missing.
     """

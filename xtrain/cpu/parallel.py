@@ -13,6 +13,6 @@ PRANGE_ONLY = {
     "fusion": False,
 }
 
-# Elements below which a kernel runs on the calling thread: waking threads takes 10 to 20 us, as long
-# as one core needs for this many elements of a normalization (2-core Xeon, 2026-01).
+# Elements up to which a kernel stays on the calling thread: waking the others takes 10 to 20 us on an
+# idle machine and far longer on a busy one, and a core normalizes this many in about 30.
 SERIAL = 65536

@@ -16,14 +16,98 @@ _ROW_SUMS = {"reassoc", "contract"}  # sums along a row may use vector lanes; Na
 
 def forward(xp, x, weight, *, eps):
     """y, and what backward needs."""
-    x = np.ascontiguousarray(x)
-    y, rstd = np.empty_like(x), np.empty(x.shape[:-1], np.float32)
-    rows = x.reshape(-1, x.shape[-1])
-    _forward(rows, rows[:0], weight, np.float32(eps), rows[:0], y.reshape(rows.shape), rstd.reshape(-1))
-    return y, (x, weight, rstd)
+    rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    y, rstd = np.empty_like(rows), np.empty(rows.shape[0], np.float32)
+    _forward(rows, rows, weight, np.float32(eps), False, rows, y, rstd)
+    return y.reshape(x.shape), (rows, weight, rstd)
+
+
+def backward(xp, dy, saved, *, eps):
+    """dx and dweight."""
+    rows, weight, rstd = saved
+    dy_rows = np.ascontiguousarray(dy).reshape(rows.shape)
+    dx, dweight = _backward(dy_rows, dy_rows, rows, weight, rstd, False)
+    return dx.reshape(dy.shape), dweight
 
 
 def add_forward(xp, x, residual, weight, *, eps):
     """(y, x + residual), and what backward needs."""
-    s, y, rstd = np.empty_like(x), np.empty_like(x), np.empty(x.shape[:-1], np.float32)
-    ...
+    rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    others = np.ascontiguousarray(residual).reshape(rows.shape)
+    s, y, rstd = np.empty_like(rows), np.empty_like(rows), np.empty(rows.shape[0], np.float32)
+    _forward(rows, others, weight, np.float32(eps), True, s, y, rstd)
+    return (y.reshape(x.shape), s.reshape(x.shape)), (s, weight, rstd)
+
+
+def add_backward(xp, dys, saved, *, eps):
+    """The gradient of x, which is that of residual too, and dweight."""
+    rows, weight, rstd = saved
+    dy, ds = (np.ascontiguousarray(d).reshape(rows.shape) for d in dys)
+    dx, dweight = _backward(dy, ds, rows, weight, rstd, True)
+    dx = dx.reshape(dys[0].shape)
+    return dx, dx, dweight
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _forward(x, residual, weight, eps, add, s, y, rstd):
+    blocks = (x.shape[0] + BLOCK - 1) // BLOCK
+    if x.size <= SERIAL:
+        for block in range(blocks):
+            _forward_block(block, x, residual, weight, eps, add, s, y, rstd)
+    else:
+        for block in prange(blocks):
+            _forward_block(np.int64(block), x, residual, weight, eps, add, s, y, rstd)
+
+
+@njit(error_model="numpy", fastmath=_ROW_SUMS, cache=True)
+def _forward_block(block, x, residual, weight, eps, add, s, y, rstd):
+    D = x.shape[1]
+    for n in range(block * BLOCK, min((block + 1) * BLOCK, x.shape[0])):
+        if add:
+            for d in range(D):
+                s[n, d] = x[n, d] + residual[n, d]
+        squares = np.float32(0)
+        for d in range(D):
+            squares += s[n, d] * s[n, d]
+        rstd[n] = np.float32(1) / np.sqrt(squares / np.float32(D) + eps)
+        for d in range(D):
+            y[n, d] = s[n, d] * rstd[n] * weight[d]
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _backward(dy, ds, x, weight, rstd, add):
+    blocks = (x.shape[0] + BLOCK - 1) // BLOCK
+    dx = np.empty_like(x)
+    partial = np.zeros((blocks, x.shape[1]), np.float32)
+    if x.size <= SERIAL:
+        for block in range(blocks):
+            _backward_block(block, dy, ds, x, weight, rstd, add, dx, partial)
+    else:
+        for block in prange(blocks):
+            _backward_block(np.int64(block), dy, ds, x, weight, rstd, add, dx, partial)
+    dweight = np.zeros_like(weight)
+    for block in range(blocks):
+        for d in range(dweight.size):
+            dweight[d] += partial[block, d]
+    return dx, dweight
+
+
+@njit(error_model="numpy", fastmath=_ROW_SUMS, cache=True)
+def _backward_block(block, dy, ds, x, weight, rstd, add, dx, partial):
+    D = x.shape[1]
+    for n in range(block * BLOCK, min((block + 1) * BLOCK, x.shape[0])):
+        dot = np.float32(0)
+        for d in range(D):
+            dot += dy[n, d] * weight[d] * x[n, d]
+        mean = dot * rstd[n] / np.float32(D)  # of dx_hat * x_hat
+        for d in range(D):
+            x_hat = x[n, d] * rstd[n]
+            partial[block, d] += dy[n, d] * x_hat
+            dx[n, d] = rstd[n] * (dy[n, d] * weight[d] - x_hat * mean)
+        if add:
+            for d in range(D):
+                dx[n, d] += ds[n, d]
+
+
+rms_norm.fuse("cpu", forward, backward)
+add_rms_norm.fuse("cpu", add_forward, add_backward)

@@ -1,1 +1,28 @@
-"""CUDA kernels, and the device that runs them."""
+"""CUDA kernels, and the device that runs them; nothing of CUDA is imported before it is asked for."""
+
+import importlib
+import pkgutil
+
+
+def make_device():
+    """The current GPU as a `Device` of this thread, with every kernel plugged into its op.
+
+    Its stream becomes CuPy's current one in this thread. Call it once a thread, after choosing the
+    GPU (`cupy.cuda.Device(n).use()`) where there are several.
+    """
+    from xtrain.cuda.device import CudaDevice
+    from xtrain.engine import debug
+
+    if not debug.use_reference_only():
+        import_kernels()
+    return CudaDevice()
+
+
+def import_kernels() -> None:
+    """Import every file of `xtrain.cuda.kernels` and the ops above them: importing is fusing."""
+    from xtrain.cuda import kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    for name in ("loss", "host_optimizer"):
+        importlib.import_module(f"xtrain.cuda.{name}")

@@ -83,15 +83,85 @@ def _row_reduction(threads: int, combine: Callable) -> Callable:
 
 def _simulated_reduction(threads: int, combine: Callable) -> Callable:
     def reduce(value, scratch):
-        here = threading.current_thread()
-        thread = here.threadIdx.x
+        thread = thread_index()
         scratch[thread] = value
-        here.syncthreads()
+        synchronize()
         base = thread // threads * threads
         total = scratch[base]
         for i in range(1, threads):
             total = combine(total, scratch[base + i])
-        here.syncthreads()
+        synchronize()
         return total
 
     return reduce
+
+
+@functools.cache
+def column_sums(threads: int, lanes: int, count: int, width: int) -> Callable:
+    """Device function (values, scratch, out, start): sums over the threads of each lane.
+
+    A thread's lane is its number modulo `lanes`, a power of two. Its `count` values are pieces of
+    `width` columns: piece p of lane l holds the columns from (p * lanes + l) * width on. The sum of
+    a column over the block's threads becomes out[start + column]. scratch: shared fp32 array of
+    `column_scratch` elements.
+    """
+    warp_lanes = min(lanes, WARP)
+    parts = threads // lanes if lanes > WARP or SIMULATED else threads // WARP
+
+    @device_function
+    def reduce(values, scratch, out, start):
+        thread = thread_index()
+        for i in range(count):
+            value = values[i]
+            if not SIMULATED:
+                value = across_lanes(value)
+            if SIMULATED or lanes >= WARP or thread % WARP < lanes:
+                part = thread // lanes if SIMULATED or lanes >= WARP else thread // WARP
+                scratch[(part * count + i) * lanes + thread % lanes] = value
+        synchronize()
+        for at in range(thread, count * lanes, threads):
+            total = scratch[at]
+            for part in range(1, parts):
+                total += scratch[part * count * lanes + at]
+            i, lane = at // lanes, at % lanes
+            out[start + (i // width * lanes + lane) * width + i % width] = total
+        synchronize()
+
+    @device_function
+    def across_lanes(value):
+        distance = WARP // 2
+        while distance >= warp_lanes:
+            value += cuda.shfl_xor_sync(EVERY_LANE, value, distance)
+            distance >>= 1
+        return value
+
+    return reduce
+
+
+def column_scratch(threads: int, lanes: int, count: int) -> int:
+    """Elements of shared memory that `column_sums` needs."""
+    parts = threads // lanes if lanes > WARP or SIMULATED else threads // WARP
+    return parts * count * lanes
+
+
+if SIMULATED:
+
+    def thread_index() -> int:
+        """Number of this thread in its block."""
+        return threading.current_thread().threadIdx.x
+
+    def synchronize() -> None:
+        """Wait for all threads of the block."""
+        threading.current_thread().syncthreads()
+
+else:
+
+    @device_function
+    def thread_index():
+        """Number of this thread in its block."""
+        return cuda.threadIdx.x
+
+    @device_function
+    def synchronize():
+        """Wait for all threads of the block."""
+        cuda.syncthreads()

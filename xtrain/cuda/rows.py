@@ -8,24 +8,28 @@ loops unroll and values live in registers.
 
 from typing import NamedTuple
 
-from numba.types import int64
-
 from xtrain.cuda.block import WARP
-from xtrain.cuda.launch import device_function
 from xtrain.cuda.words import are_aligned, width_of
 
 BLOCK = 128  # threads of a block of one-warp rows
 MOST_THREADS = 512
-REGISTERS = 40  # fp32 values of one row that a thread holds; twice that with a gradient still fits
+IN_REGISTERS = 40  # fp32 values of a row that a thread holds; three such rows fit without spilling
+IN_FLIGHT = 16  # the same for kernels without a reduction: a few loads a thread, many threads
 
 
 class Shape(NamedTuple):
-    """Threads a row, words a thread, rows a block, and whether access is by whole words."""
+    """Threads a row, words a thread, elements a word, rows a block, and whole words or not."""
 
     threads: int
     words: int
+    width: int
     rows: int
     aligned: bool
+
+    @property
+    def values(self) -> int:
+        """Elements that a thread holds of a row."""
+        return self.words * self.width
 
     @property
     def block(self) -> int:
@@ -36,28 +40,21 @@ class Shape(NamedTuple):
         return -(-rows // self.rows)
 
 
-def shape_of(width: int, *arrays) -> Shape:
+def shape_of(width: int, *arrays, values: int = IN_REGISTERS) -> Shape:
     """The geometry for rows of `width` elements in every one of the arrays.
 
-    The words of the first array are counted; arrays of other dtypes are read as many elements at a
-    time as that one.
+    The first array's dtype sets the word; the others are read as many elements at a time as that.
+    values: elements that a thread may hold, unless the row needs more than 512 threads.
     """
-    words = -(-width // width_of(arrays[0].dtype))
-    most = REGISTERS // width_of(arrays[0].dtype)
+    word = width_of(arrays[0].dtype)
+    count = max(-(-width // word), 1)
     threads = WARP
-    while threads < MOST_THREADS and threads * most < words:
+    while threads < MOST_THREADS and threads * (values // word) < count:
         threads *= 2
     rows = max(BLOCK // threads, 1)
-    return Shape(threads, -(-words // threads), rows, are_aligned(width, *arrays))
+    return Shape(threads, -(-count // threads), word, rows, are_aligned(width, *arrays))
 
 
-def row_place(shape: Shape, width: int):
-    """Device function (block, thread, w) -> (row of the block's, first element of word w)."""
-    threads, rows = shape.threads, shape.rows
-
-    @device_function
-    def place(block, thread, w):
-        row = int64(block) * rows + thread // threads
-        return row, (w * threads + thread % threads) * width
-
-    return place
+def flat_rows(x) -> int:
+    """Number of rows of the last axis."""
+    return x.size // x.shape[-1] if x.shape[-1] else 0

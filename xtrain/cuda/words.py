@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
-from numba.types import float32, uint32
+from numba.types import float32, uint16, uint32
 
 from xtrain.cuda.launch import SIMULATED, device_function, storage_name
 
@@ -22,11 +21,12 @@ WORD_BYTES = 16
 
 
 class Access(NamedTuple):
-    """Device functions for words of one dtype; `width` elements are a word.
+    """Device functions for pieces of `width` elements of one dtype.
 
     load(array, start, left, values, at): values[at:at + width] = array[start:start + width]
     store(array, start, left, values, at): the reverse.
     left: how many of the elements from `start` on exist; the others load as 0, are not stored.
+    By whole words it is all or nothing, decided by left > 0.
     """
 
     width: int
@@ -48,24 +48,36 @@ def are_aligned(row_elements: int, *arrays) -> bool:
 
 
 @functools.cache
-def access(dtype, aligned: bool) -> Access:
-    """How to reach words of a dtype: fp32 or bf16, by word when aligned, else by element."""
-    storage = storage_name(dtype)
-    if aligned:
-        load, store = (
-            (load_fp32_word, store_fp32_word)
-            if storage == "float32"
-            else (load_bf16_word, store_bf16_word)
-        )
-    else:
-        load, store = _element_access(storage, width_of(dtype))
-    return Access(width_of(dtype), load, store)
+def access(dtype, aligned: bool, width: int | None = None) -> Access:
+    """How to reach fp32 or bf16 elements: by word when aligned, else one by one.
+
+    width: elements a piece, a word's when not given. Pieces narrower than a word go one by one.
+    """
+    storage, word = storage_name(dtype), width_of(dtype)
+    width = word if width is None else width
+    if not aligned or width % word:
+        return Access(width, *_element_access(storage, width))
+    pair = (load_fp32, store_fp32) if storage == "float32" else (load_bf16, store_bf16)
+    return Access(width, *(pair if width == word else _several(*pair, word, width)))
 
 
-def _element_access(storage: str, width: int) -> tuple[Callable, Callable]:
-    widen, narrow = (
-        (same, same) if storage == "float32" else (float_of_bfloat16, bfloat16_of_float)
-    )
+def _several(load_one: Callable, store_one: Callable, word: int, width: int):
+    @device_function
+    def load_words(array, start, left, values, at):
+        for i in range(0, width, word):
+            load_one(array, start + i, left - i, values, at + i)
+
+    @device_function
+    def store_words(array, start, left, values, at):
+        for i in range(0, width, word):
+            store_one(array, start + i, left - i, values, at + i)
+
+    return load_words, store_words
+
+
+def _element_access(storage: str, width: int):
+    is_fp32 = storage == "float32"
+    widen, narrow = (same, same) if is_fp32 else (float_of_bfloat16, bfloat16_of_float)
 
     @device_function
     def load_elements(array, start, left, values, at):
@@ -79,6 +91,28 @@ def _element_access(storage: str, width: int) -> tuple[Callable, Callable]:
                 array[start + i] = narrow(values[at + i])
 
     return load_elements, store_elements
+
+
+@functools.cache
+def scalar_access(dtype) -> tuple[Callable, Callable]:
+    """Device functions (array, i) -> fp32 value and (array, i, value) for single elements."""
+    is_fp32 = storage_name(dtype) == "float32"
+    widen, narrow = (same, same) if is_fp32 else (float_of_bfloat16, bfloat16_of_float)
+
+    @device_function
+    def load_element(array, i):
+        return widen(array[i])
+
+    @device_function
+    def store_element(array, i, value):
+        array[i] = narrow(value)
+
+    return load_element, store_element
+
+
+def rounding(dtype) -> Callable:
+    """Device function that rounds an fp32 value as storing it in this dtype would."""
+    return same if storage_name(dtype) == "float32" else rounded_to_bfloat16
 
 
 if SIMULATED:
@@ -119,68 +153,17 @@ def same(x):
 
 @device_function
 def float_of_bfloat16(bits):
-    return float_of(uint32(bits) << uint32(16))
+    return float_of(uint32(uint32(bits) << uint32(16)))
 
 
 @device_function
 def bfloat16_of_float(x):
-    return types.uint16(pack(x, float32(0)) & uint32(0xFFFF))
+    return uint16(pack(x, float32(0)) & uint32(0xFFFF))
 
 
 @device_function
-def load_fp32_word(array, start, left, values, at):
-    if left > 0:
-        a, b, c, d = load_word(array, start)
-        values[at] = float_of(a)
-        values[at + 1] = float_of(b)
-        values[at + 2] = float_of(c)
-        values[at + 3] = float_of(d)
-    else:
-        for i in range(4):
-            values[at + i] = float32(0)
-
-
-@device_function
-def store_fp32_word(array, start, left, values, at):
-    if left > 0:
-        store_word(
-            array,
-            start,
-            bits_of(values[at]),
-            bits_of(values[at + 1]),
-            bits_of(values[at + 2]),
-            bits_of(values[at + 3]),
-        )
-
-
-@device_function
-def load_bf16_word(array, start, left, values, at):
-    if left > 0:
-        a, b, c, d = load_word(array, start)
-        values[at] = low(a)
-        values[at + 1] = high(a)
-        values[at + 2] = low(b)
-        values[at + 3] = high(b)
-        values[at + 4] = low(c)
-        values[at + 5] = high(c)
-        values[at + 6] = low(d)
-        values[at + 7] = high(d)
-    else:
-        for i in range(8):
-            values[at + i] = float32(0)
-
-
-@device_function
-def store_bf16_word(array, start, left, values, at):
-    if left > 0:
-        store_word(
-            array,
-            start,
-            pack(values[at], values[at + 1]),
-            pack(values[at + 2], values[at + 3]),
-            pack(values[at + 4], values[at + 5]),
-            pack(values[at + 6], values[at + 7]),
-        )
+def rounded_to_bfloat16(x):
+    return low(pack(x, float32(0)))
 
 
 @device_function
@@ -193,3 +176,61 @@ def low(bits):
 def high(bits):
     """The bf16 number in the high half of a uint32, as fp32."""
     return float_of(uint32(bits & uint32(0xFFFF0000)))
+
+
+@device_function
+def load_bits(array, start, left):
+    """A word, or zeros. It is read from the array's start when it does not exist: a load that no
+    branch guards does not keep the next one waiting."""
+    a, b, c, d = load_word(array, start if left > 0 else 0)
+    zero = uint32(0)
+    exists = left > 0
+    return a if exists else zero, b if exists else zero, c if exists else zero, d if exists else zero
+
+
+@device_function
+def load_fp32(array, start, left, values, at):
+    a, b, c, d = load_bits(array, start, left)
+    values[at] = float_of(a)
+    values[at + 1] = float_of(b)
+    values[at + 2] = float_of(c)
+    values[at + 3] = float_of(d)
+
+
+@device_function
+def store_fp32(array, start, left, values, at):
+    if left > 0:
+        store_word(
+            array,
+            start,
+            bits_of(values[at]),
+            bits_of(values[at + 1]),
+            bits_of(values[at + 2]),
+            bits_of(values[at + 3]),
+        )
+
+
+@device_function
+def load_bf16(array, start, left, values, at):
+    a, b, c, d = load_bits(array, start, left)
+    values[at] = low(a)
+    values[at + 1] = high(a)
+    values[at + 2] = low(b)
+    values[at + 3] = high(b)
+    values[at + 4] = low(c)
+    values[at + 5] = high(c)
+    values[at + 6] = low(d)
+    values[at + 7] = high(d)
+
+
+@device_function
+def store_bf16(array, start, left, values, at):
+    if left > 0:
+        store_word(
+            array,
+            start,
+            pack(values[at], values[at + 1]),
+            pack(values[at + 2], values[at + 3]),
+            pack(values[at + 4], values[at + 5]),
+            pack(values[at + 6], values[at + 7]),
+        )

@@ -27,6 +27,7 @@ class Device:
     def __init__(self) -> None:
         # Per-op implementation choices that are not the default, e.g. {"linear": "tiled"}.
         self.variants: dict[str, str] = {}
+        self.op_sync = False  # whether the host waits for every op; the CPU has nothing to wait for
 
     def array(self, host: np.ndarray) -> np.ndarray:
         """Copy a host array to the device."""
@@ -39,6 +40,10 @@ class Device:
         skip = -raw.ctypes.data % 64
         return raw[skip : skip + size * itemsize].view(dtype)
 
+    def write(self, array, host: np.ndarray) -> None:
+        """Copy a host array into a device array of its shape and dtype, which stays in place."""
+        array[...] = host
+
     def host(self, array) -> np.ndarray:
         """Copy a device array to the host; the only sanctioned read."""
         return np.asarray(array)
@@ -46,8 +51,12 @@ class Device:
     def synchronize(self) -> None:
         """Wait until all queued work is done; nothing is ever queued on the CPU."""
 
-    def capture(self, step: Callable) -> Callable:
-        """Return a callable that replays `step`; on the CPU that is `step` itself."""
+    def capture(self, step: Callable, inputs: Callable[[], dict] | None = None) -> Callable:
+        """Return a callable that replays `step`; on the CPU that is `step` itself.
+
+        inputs: gives the arrays that the step reads, by name, so that a replay can tell which one
+        was replaced since the step was captured.
+        """
         return step
 
 

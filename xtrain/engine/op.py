@@ -127,8 +127,10 @@ class Op:
 
     def run(self, *arrays, **attrs):
         """Run on plain arrays without the tape; returns the output array or tuple of arrays."""
-        xp = device.current().xp
-        y, _ = self.implementation(arrays).forward(xp, *arrays, **attrs)
+        here = device.current()
+        y, _ = self.implementation(arrays).forward(here.xp, *arrays, **attrs)
+        if here.op_sync:
+            here.synchronize()
         return y
 
     def __call__(self, *inputs, **attrs):
@@ -137,8 +139,11 @@ class Op:
         if self.check is not None:
             self.check(*arrays, **attrs)
         chosen = self.implementation(arrays)
-        xp = device.current().xp
+        here = device.current()
+        xp = here.xp
         y, saved = chosen.forward(xp, *arrays, **attrs)
+        if here.op_sync:
+            here.synchronize()
         several = isinstance(y, tuple)
         if debug.level() >= 3:
             _require_finite(self.name, xp, y if several else (y,))
@@ -149,7 +154,7 @@ class Op:
             self.name,
             inputs,
             len(outputs),
-            _backward_of(self, chosen, xp, inputs, outputs, saved, attrs),
+            _backward_of(self, chosen, here, inputs, outputs, saved, attrs),
         )
         tensors = tuple(
             Tensor(out, requires_grad=out.dtype in FLOATS, node=node, index=k)
@@ -162,8 +167,14 @@ def _wants(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def _backward_of(op, chosen, xp, inputs, outputs, saved, attrs) -> Callable:
+def _backward_of(op, chosen, here, inputs, outputs, saved, attrs) -> Callable:
     like = [(out.shape, out.dtype) for out in outputs]
+    xp = here.xp
+
+    def wait_if_asked(gradients):
+        if here.op_sync:
+            here.synchronize()
+        return gradients
 
     def run_backward(gradients: list) -> tuple:
         dys = tuple(
@@ -171,12 +182,12 @@ def _backward_of(op, chosen, xp, inputs, outputs, saved, attrs) -> Callable:
         )
         dy = dys if len(dys) > 1 else dys[0]
         if not chosen.accumulates:
-            return chosen.backward(xp, dy, saved, **attrs)
+            return wait_if_asked(chosen.backward(xp, dy, saved, **attrs))
         into = tuple(
             inputs[i].grad if isinstance(inputs[i], Tensor) and inputs[i].node is None else None
             for i in chosen.accumulates
         )
-        return chosen.backward(xp, dy, saved, into=into, **attrs)
+        return wait_if_asked(chosen.backward(xp, dy, saved, into=into, **attrs))
 
     return run_backward
 

@@ -29,7 +29,7 @@ class TrainingStep:
         self.seed, self.device, self.dropout = seed, device, dropout
         self.batch: dict | None = None
         self.keys = None
-        self.run = device.capture(self._run)
+        self.run = device.capture(self._run, self._inputs)
 
     def load(self, batch: dict[str, np.ndarray], step: int, lr: float) -> None:
         """Write a step's inputs into the fixed arrays; shapes must stay those of the first."""
@@ -43,9 +43,15 @@ class TrainingStep:
                 raise ValueError(
                     f"batch[{name!r}] is {array.shape}, the step was made for {self.batch[name].shape}"
                 )
-            self.batch[name][...] = self.device.array(array)
-        self.keys[...] = self.device.array(keys)
+            self.device.write(self.batch[name], array)
+        self.device.write(self.keys, keys)
         self.optimizer.lr[...] = np.float32(lr)
+
+    def _inputs(self) -> dict:
+        """The arrays that a captured step goes on reading and writing, by name."""
+        buffers = self.optimizer.buffers
+        state = {"weights": buffers.master, "gradients": buffers.grad, "lr": self.optimizer.lr}
+        return {**self.batch, "dropout keys": self.keys, **state}
 
     def _run(self) -> tuple:
         """Accumulate the gradient over the micro-batches and update; returns (loss, grad_norm)."""
@@ -61,4 +67,5 @@ class TrainingStep:
                 term = self.objective(self.model, micro, scale, key)
                 term.backward()
                 loss = loss + term.data
+                del term  # its tape holds the activations, which the next micro-batch needs room for
             return loss, self.optimizer.update()

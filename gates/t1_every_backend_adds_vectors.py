@@ -1,0 +1,128 @@
+"""T1: every backend compiles and launches a kernel.
+
+Claim   The same vector sum, bit for bit, from Numba on the CPU, Numba-CUDA in the simulator and on
+        a GPU, CuPy and NVRTC; without a driver, one line says what is missing, with exit code 2.
+Why     A half-installed toolchain otherwise shows first as a traceback deep inside a training step.
+Reads   Nothing.
+Needs   A CPU; the last three values one CUDA device. About 4 seconds.
+"""
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numba
+import numpy as np
+
+from gates.child import last_line, run_python
+from gates.gate import Defect, Gate
+
+if TYPE_CHECKING:
+    import xtrain.cuda.simulate  # noqa: F401  run in a child: its code is part of the fingerprint
+
+N = 1_003  # no multiple of any block size
+
+
+@numba.njit
+def add_on_cpu(a, b, out):
+    for i in range(out.size):
+        out[i] = a[i] + b[i]
+
+
+def on_cpu(device: str) -> dict[str, float]:
+    a, b = _vectors()
+    out = np.full(N, np.nan, np.float32)
+    add_on_cpu(a, b, out)
+    return {"vector_add_numba_cpu": _worst(out)}
+
+
+def in_simulator(device: str) -> dict[str, float]:
+    result = run_python("-m", "xtrain.cuda.simulate", "vector_add", NUMBA_ENABLE_CUDASIM="1")
+    if result.returncode:
+        raise RuntimeError(f"the simulator failed: {last_line(result.stderr)}")
+    return {"vector_add_simulator": float(json.loads(result.stdout)["differing"])}
+
+
+def on_gpu(device: str) -> dict[str, float]:
+    """The three toolchains of a GPU; nothing on a CPU."""
+    if device != "cuda":
+        return {}
+    import cupy
+
+    from xtrain.cuda.kernels import vector_add
+
+    a, b = (cupy.asarray(v) for v in _vectors())
+    sums = {
+        "vector_add_numba_cuda": vector_add.add(cupy, a, b),
+        "vector_add_cupy": a + b,
+        "vector_add_nvrtc": vector_add.add_nvrtc(cupy, a, b),
+    }
+    return {name: _worst(cupy.asnumpy(c)) for name, c in sums.items()}
+
+
+def without_driver(device: str) -> dict[str, float]:
+    """Lines on stderr of `device=cuda` when no GPU is to be seen, of which one is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_python(
+            "-m", "pipelines", "device=cuda", cwd=Path(folder), CUDA_VISIBLE_DEVICES=""
+        )
+        left = list(Path(folder).iterdir())
+    if result.returncode != 2 or result.stdout or left:
+        return {"missing_driver_line": 0.0}
+    return {"missing_driver_line": float(len(result.stderr.splitlines()))}
+
+
+def _vectors() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((2, N)).astype(np.float32)
+
+
+def _worst(c: np.ndarray) -> float:
+    """Largest absolute error; NaN where nothing was written."""
+    a, b = _vectors()
+    return float(np.abs(c.astype(np.float64) - (a + b)).max())
+
+
+def _leaves_the_last_element(a, b, out):
+    out[:-1] = a[:-1] + b[:-1]
+
+
+def _forgets_the_tail_of_a_block():
+    return mock.patch.dict(globals(), add_on_cpu=_leaves_the_last_element)
+
+
+def _chatters_before_the_line():
+    """Messages of an import before the one line, as a library's warnings would be."""
+    return mock.patch.dict("os.environ", PYTHONPROFILEIMPORTTIME="1")
+
+
+@contextlib.contextmanager
+def _another_program_in_the_simulator():
+    """The simulator computes c = a instead of c = a + b."""
+    code = (
+        "import numpy as np\n"
+        "from xtrain.cuda import simulate\n"
+        "simulate.vector_add.add = lambda xp, a, b: a.copy()\n"
+        "raise SystemExit(simulate.main(['vector_add']))\n"
+    )
+    run = run_python
+
+    def run_wrong(*arguments, **options):
+        return run("-c", code, **options)
+
+    with mock.patch.dict(globals(), run_python=run_wrong):
+        yield
+
+
+GATE = Gate(
+    "T1",
+    "Toolchain",
+    measures=(on_cpu, in_simulator, on_gpu, without_driver),
+    defects=(
+        Defect("last element", "vector_add_numba_cpu", on_cpu, _forgets_the_tail_of_a_block),
+        Defect("no sum", "vector_add_simulator", in_simulator, _another_program_in_the_simulator),
+        Defect("chatter", "missing_driver_line", without_driver, _chatters_before_the_line),
+    ),
+)

@@ -1,0 +1,127 @@
+"""T3: a matrix product of our own agrees with BLAS, forward and backward.
+
+Claim   The blocked GEMM gives BLAS's result to 1e-6 in fp32 for every pair of transposes, ragged
+        tiles included, on the CPU, in the CUDA simulator and on a GPU; backward is the derivative.
+Why     A tile that forgets its rest is right for every size that a quick test tries.
+Reads   Nothing.
+Needs   A CPU; gemm_cuda_rel_error one CUDA device. About 5 seconds.
+"""
+
+import dataclasses
+import importlib
+import json
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+from gates.child import last_line, run_python
+from gates.gate import Defect, Gate
+from xtrain.engine import device as devices
+from xtrain.engine.ops.linear import linear, matmul
+from xtrain.engine.tensor import Tensor, backward
+from xtrain.engine.testing import gradient_error, relative_error
+
+if TYPE_CHECKING:
+    import xtrain.cuda.simulate  # noqa: F401  run in a child: its code is part of the fingerprint
+
+# (M, K, N): one element, less than a tile, exact tiles, one past them, one long sum.
+SHAPES = ((1, 1, 1), (5, 3, 7), (64, 64, 64), (65, 129, 33), (3, 1_000, 17), (130, 66, 257))
+TRANSPOSES = ((False, False), (False, True), (True, False), (True, True))
+
+
+def on_device(device: str) -> dict[str, float]:
+    """The variant `tiled` of matmul and linear against the library's, backward included."""
+    if device == "cuda":
+        importlib.import_module("xtrain.cuda.kernels.matmul")
+    worst = 0.0
+    for shape in SHAPES:
+        for call in (*(_matmul(shape, *t) for t in TRANSPOSES), _linear(shape)):
+            tiled, library = _run(call, device, tiled=True), _run(call, device, tiled=False)
+            errors = [relative_error(a, b) for a, b in zip(tiled, library, strict=True)]
+            worst = max(worst, *errors)
+    return {f"gemm_{device}_rel_error": worst}
+
+
+def in_simulator(device: str) -> dict[str, float]:
+    """The CUDA kernel against float64, one thread after the other."""
+    result = run_python("-m", "xtrain.cuda.simulate", "matmul", NUMBA_ENABLE_CUDASIM="1")
+    if result.returncode:
+        raise RuntimeError(f"the simulator failed: {last_line(result.stderr)}")
+    return {"gemm_simulator_rel_error": json.loads(result.stdout)["error"]}
+
+
+def derivatives(device: str) -> dict[str, float]:
+    """Backward against central differences of forward, in float64."""
+    devices.use(device)
+    errors = [gradient_error(op, sample) for op in (linear, matmul) for sample in op.samples]
+    return {"gemm_backward_fd_error": max(errors)}
+
+
+def _matmul(shape, transpose_a, transpose_b):
+    M, K, N = shape
+    a_shape, b_shape = (K, M) if transpose_a else (M, K), (N, K) if transpose_b else (K, N)
+    return lambda a, b: matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b), (
+        a_shape,
+        b_shape,
+    )
+
+
+def _linear(shape):
+    M, K, N = shape
+    return linear, ((1, M, K), (N, K))
+
+
+def _run(call, device: str, *, tiled: bool) -> list[np.ndarray]:
+    """y and the gradients of both inputs, on the host."""
+    function, shapes = call
+    here = devices.use(device)
+    here.variants = {"linear": "tiled", "matmul": "tiled"} if tiled else {}
+    source = np.random.default_rng(5)
+    drawn = [here.array(source.standard_normal(s).astype(np.float32)) for s in shapes]
+    leaves = [Tensor(a, requires_grad=True) for a in drawn]
+    y = function(*leaves)
+    backward([y], [here.array(source.standard_normal(y.shape).astype(np.float32))])
+    return [here.host(a) for a in (y.data, *(leaf.grad for leaf in leaves))]
+
+
+def _forgets_the_rest_of_the_sum():
+    """The blocked matmul leaves out what is beyond the last whole slab of 16."""
+    spoilt = {}
+    for key, chosen in matmul.fused.items():
+        if key.endswith(":tiled"):
+            spoilt[key] = dataclasses.replace(chosen, forward=_without_the_rest(chosen.forward))
+    return mock.patch.dict(matmul.fused, spoilt)
+
+
+def _without_the_rest(forward):
+    def short(xp, a, b, *, transpose_a=False, transpose_b=False):
+        K = a.shape[0 if transpose_a else 1]
+        whole = slice(0, max(K // 16 * 16, 1))
+        cut_a = a[whole] if transpose_a else a[:, whole]
+        cut_b = b[:, whole] if transpose_b else b[whole]
+        y, _ = forward(xp, cut_a, cut_b, transpose_a=transpose_a, transpose_b=transpose_b)
+        return y, (a, b)
+
+    return short
+
+
+def _drops_a_transpose_in_backward():
+    def wrong(xp, dy, saved, **attrs):
+        da, db = matmul_backward(xp, dy, saved, **attrs)
+        return da.reshape(-1)[::-1].reshape(da.shape), db
+
+    matmul_backward = matmul.reference.backward
+    reference = dataclasses.replace(matmul.reference, backward=wrong)
+    return mock.patch.object(matmul, "reference", reference)
+
+
+GATE = Gate(
+    "T3",
+    "Tiled GEMM",
+    measures=(on_device, in_simulator, derivatives),
+    defects=(
+        Defect("ragged sum", "gemm_cpu_rel_error", on_device, _forgets_the_rest_of_the_sum),
+        Defect("gradient", "gemm_backward_fd_error", derivatives, _drops_a_transpose_in_backward),
+    ),
+)

@@ -1,0 +1,178 @@
+"""T6: AdamW is PyTorch's, and a run that is killed goes on as if it had not been.
+
+Claim   100 steps of AdamW and ten training steps are torch's to rounding; a run killed in its
+        warm-up and again beyond an epoch's end logs, after resuming, the very same bits (loss,
+        gradient norm, learning rate, tokens, epoch, evaluation) and ends with the same checkpoint.
+Why     An update or a window that is lost or doubled at a resume never shows in one loss curve.
+Reads   gates/golden/*.npz, made once with torch and transformers.
+Needs   A CPU or one CUDA device. About 10 seconds.
+"""
+
+import contextlib
+import itertools
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from gates import tiny_run
+from gates.child import last_line, run_python
+from gates.gate import Defect, Gate
+from gates.golden.compare import adamw_100_steps, golden_values
+from xtrain.data.packing import PackedWindows
+from xtrain.engine import device as devices
+from xtrain.engine import ops, rng, scalar
+from xtrain.engine.params import FlatBuffers
+from xtrain.train import checkpoint, loop
+
+# Between checkpoints (every 4 steps), so that lost steps are made again: in the warm-up of 6 steps,
+# and after the first epoch's end at step 10.
+KILLED_AT = (5, 14)
+
+
+def ten_steps(device: str) -> dict[str, float]:
+    return {"golden_ten_steps_rel": golden_values(device)["golden_ten_steps_rel"]}
+
+
+def resume_after_kills(device: str) -> dict[str, float]:
+    """Processes that are ended by SIGKILL and started again, against one that was left alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed = Path(folder, "whole"), Path(folder, "killed")
+        _train(whole, device)
+        for step in KILLED_AT:
+            _train(killed, device, kill_at=step)
+        _train(killed, device)
+        return {"resume_differing_values": _differing(whole, killed)}
+
+
+def resume_in_process(device: str) -> dict[str, float]:
+    """The same without kills: the loop is left and everything is built anew from the checkpoint."""
+    here = devices.use(device)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, left = Path(folder, "whole"), Path(folder, "left")
+        tiny_run.run(whole, here)
+        tiny_run.run(left, here, until=KILLED_AT[1])
+        tiny_run.run(left, here)
+        return {"resume_differing_values": _differing(whole, left)}
+
+
+def same_seed(device: str) -> dict[str, float]:
+    """Files of the last checkpoints of two trainings whose sha256 differ."""
+    here = devices.use(device)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("one", "two"):
+            tiny_run.run(Path(folder, name), here)
+        one, two = (_hashes(Path(folder, name)) for name in ("one", "two"))
+    return {"same_seed_checkpoint_mismatches": float(tiny_run.differing(one, two))}
+
+
+def _train(directory: Path, device: str, kill_at: int | None = None) -> None:
+    options = [] if kill_at is None else ["--kill-at", str(kill_at)]
+    result = run_python("-m", "gates.tiny_run", directory, "--device", device, *options)
+    if result.returncode != (0 if kill_at is None else -9):
+        raise RuntimeError(f"training ended with {result.returncode}: {last_line(result.stderr)}")
+
+
+def _differing(whole: Path, resumed: Path) -> float:
+    traces = [tiny_run.read_trace(d) | _hashes(d) for d in (whole, resumed)]
+    return float(tiny_run.differing(*traces))
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    found, damaged = checkpoint.latest(directory / "checkpoints")
+    assert found is not None and found.step == tiny_run.TRAIN.total_steps, damaged
+    return dict(found.manifest["sha256"])
+
+
+@contextlib.contextmanager
+def _after_restore(owner, name: str, spoil):
+    """From the first restore on, `owner.name` is spoil(itself, step of the checkpoint)."""
+    restore, sound = checkpoint.restore, getattr(owner, name)
+
+    def restore_and_spoil(found, *arguments):
+        restore(found, *arguments)
+        setattr(owner, name, spoil(sound, found.step))
+
+    with mock.patch.object(owner, name, sound):  # puts it back at the end
+        with mock.patch.object(checkpoint, "restore", restore_and_spoil):
+            yield
+
+
+def _learning_rate_is_off_by_one():
+    return _after_restore(
+        loop, "learning_rate", lambda f, _: lambda config, step, total: f(config, step + 1, total)
+    )
+
+
+def _dropout_key_starts_anew():
+    return _after_restore(
+        rng, "key_array", lambda f, start: lambda xp, seed, step, a=0: f(xp, seed, step - start, a)
+    )
+
+
+def _data_start_anew():
+    return _after_restore(
+        PackedWindows, "batch", lambda f, start: lambda self, step: f(self, step - start)
+    )
+
+
+@contextlib.contextmanager
+def _moments_are_not_restored():
+    restore = checkpoint.restore
+
+    def weights_only(found, buffers, optimizer, device):
+        restore(found, buffers, optimizer, device)
+        buffers.moment1[...] = 0
+        buffers.moment2[...] = 0
+
+    with mock.patch.object(checkpoint, "restore", weights_only):
+        yield
+
+
+@contextlib.contextmanager
+def _epsilon_is_inside_the_root():
+    def weight(p, m, root_v, shrink, step_size, sqrt_bias2, eps):
+        return p * shrink - step_size * (m / ((root_v / sqrt_bias2) ** 2 + eps) ** 0.5)
+
+    reference = ops.adamw.reference
+    with (
+        mock.patch.object(scalar, "adamw_weight", weight),
+        mock.patch.object(ops.adamw, "implementation", lambda arrays: reference),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _gains_are_decayed_too():
+    made = FlatBuffers.__init__
+
+    def make(self, *arguments, **options):
+        made(self, *arguments, **options)
+        self.decayed = self.size
+
+    with mock.patch.object(FlatBuffers, "__init__", make):
+        yield
+
+
+def _each_key_is_new():
+    """Random numbers from a counter that survives a training, as a global generator's state does."""
+    key_array, count = rng.key_array, itertools.count()
+    return mock.patch.object(
+        rng, "key_array", lambda xp, seed, step, a=0: key_array(xp, seed + next(count), step, a)
+    )
+
+
+RESUME = "resume_differing_values"
+GATE = Gate(
+    "T6",
+    "Training",
+    measures=(adamw_100_steps, ten_steps, resume_after_kills, same_seed),
+    defects=(
+        Defect("eps", "adamw_100_steps_rel", adamw_100_steps, _epsilon_is_inside_the_root),
+        Defect("decay", "golden_ten_steps_rel", ten_steps, _gains_are_decayed_too),
+        Defect("learning rate", RESUME, resume_in_process, _learning_rate_is_off_by_one),
+        Defect("dropout key", RESUME, resume_in_process, _dropout_key_starts_anew),
+        Defect("data order", RESUME, resume_in_process, _data_start_anew),
+        Defect("moments", RESUME, resume_in_process, _moments_are_not_restored),
+        Defect("seed", "same_seed_checkpoint_mismatches", same_seed, _each_key_is_new),
+    ),
+)

@@ -1,0 +1,111 @@
+"""Estimates follow their stated formulas, worked out here by hand."""
+
+import dataclasses
+
+import pytest
+
+from xtrain.config import compose, load_run
+from xtrain.errors import UsageError
+from xtrain.estimate import (
+    count_parameters,
+    describe,
+    flops_per_token,
+    padded_vocab,
+    training_memory_bytes,
+)
+from xtrain.models.config import Qwen3Config
+
+TINY = Qwen3Config(
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,  # queries are wider than the stream: 16 against 8
+    max_position_embeddings=32,
+    vocab_size=100,
+)
+
+
+@pytest.fixture(scope="module")
+def v0():
+    return load_run(compose())
+
+
+def with_features(run, **features):
+    return dataclasses.replace(run, features=dataclasses.replace(run.features, **features))
+
+
+def test_parameters_are_counted_by_matrix():
+    attention = 8 * 16 + 8 * 8 + 8 * 8 + 16 * 8 + 4 + 4
+    block = attention + 3 * 8 * 12 + 8 + 8
+    assert count_parameters(TINY).core == 2 * block + 8
+    assert count_parameters(TINY).embedding == count_parameters(TINY).head == 800
+    assert count_parameters(TINY).total == 2 * block + 8 + 1600
+
+
+def test_without_qk_norm_two_gains_a_layer_are_gone():
+    assert count_parameters(TINY).core - count_parameters(TINY, qk_norm=False).core == 2 * (4 + 4)
+
+
+def test_a_tied_head_counts_once_but_is_multiplied_all_the_same():
+    tied = dataclasses.replace(TINY, tie_word_embeddings=True)
+    assert count_parameters(tied).total == count_parameters(TINY).total - 800
+    assert flops_per_token(tied, 16) == flops_per_token(TINY, 16)
+
+
+def test_flops_a_token_follow_the_convention():
+    core = count_parameters(TINY).core
+    assert flops_per_token(TINY, 16) == 6 * (core + 800) + 6 * 2 * 16 * 16
+
+
+def test_the_vocabulary_in_memory_is_a_multiple_of_64():
+    assert padded_vocab(TINY) == 128
+    assert padded_vocab(dataclasses.replace(TINY, vocab_size=50257)) == 50304
+
+
+def test_state_is_sixteen_bytes_a_parameter_and_eighteen_in_bf16(v0):
+    padded = 41376 + 2 * 50304 * 32
+    memory = training_memory_bytes(v0, "cuda")
+    assert memory.weights + memory.gradients + memory.moments == 16 * padded
+    memory = training_memory_bytes(with_features(v0, precision="bf16"), "cuda")
+    assert memory.weights + memory.gradients + memory.moments == 18 * padded
+
+
+def test_recomputing_more_keeps_less(v0):
+    kept = [
+        training_memory_bytes(with_features(v0, remat=remat), "cpu").activations
+        for remat in ("none", "mlp", "block")
+    ]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_flash_keeps_no_scores(v0):
+    composed = training_memory_bytes(with_features(v0, attention="composed"), "cuda")
+    flash = training_memory_bytes(with_features(v0, attention="flash"), "cuda")
+    scores = 512 * 4 * 2 * 64 * 4  # tokens x layers x heads x seq x fp32
+    assert composed.activations - flash.activations == scores
+
+
+def test_memory_of_a_device_that_cannot_run_it_is_refused(v0):
+    with pytest.raises(UsageError, match="needs device=cuda"):
+        training_memory_bytes(with_features(v0, precision="bf16"), "cpu")
+
+
+def test_a_description_says_parameters_tokens_memory_flops_and_time(v0):
+    text = describe(v0, "cpu", tok_s=4000.0)
+    for part in ("= 3.26M", "1,406 steps x 512", "MB state", "9.95 MFLOP", "3 min at 4K tok/s"):
+        assert part in text
+    assert "cuda" not in text
+
+
+def test_an_unmeasured_time_says_so_and_both_devices_are_shown_for_auto(v0):
+    text = describe(v0)
+    assert "on cpu" in text and "on cuda" in text
+    assert text.count("not measured") == 2
+
+
+def test_a_description_says_which_device_cannot_run_it():
+    text = describe(load_run(compose(["run=v9"])))
+    assert "on cpu      no: features.precision=bf16 needs device=cuda" in text
+    assert "GB state" in text

@@ -1,0 +1,122 @@
+"""The GPU as a device of the engine: its stream, its memory, copies to and from it, capture.
+
+Everything runs on one stream a thread, never the default stream, which cannot be captured. Copies
+from the host go through pinned buffers and return before they have run.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+
+import cupy
+import cupyx
+import numpy as np
+
+from xtrain.cuda import memory
+from xtrain.cuda.graph import CapturedStep
+from xtrain.engine.device import Device
+
+STAGES = 4  # pinned buffers of one size: a step writes two arrays of a size, two steps are in flight
+
+_local = threading.local()
+
+
+class CudaDevice(Device):
+    """The current GPU. What a phase switches off: `captures`, `use_pool`, `op_sync`, `variants`."""
+
+    name = "cuda"
+    xp = cupy
+
+    def __init__(self):
+        super().__init__()
+        self.stream = _thread_stream()
+        self.captures = True  # whether `capture` captures; else every step runs eagerly
+        self.tf32 = False  # whether fp32 products may round their operands to TF32
+        self._staging = _Staging()
+        self.stream.use()
+        self.use_pool(True)
+
+    @functools.cached_property
+    def description(self) -> str:
+        """Name of the GPU, driver and CUDA versions, in one line."""
+        from xtrain.cuda.runtime import facts
+
+        found = facts()
+        return (
+            f"{found['device']}, driver CUDA {found['driver_cuda']}, "
+            f"runtime CUDA {found['runtime_cuda']}"
+        )
+
+    def array(self, host: np.ndarray):
+        """Copy a host array to the device."""
+        return cupy.array(host)
+
+    def write(self, array, host: np.ndarray) -> None:
+        """Copy a host array into a device array, which stays in place; nothing is allocated.
+
+        Returns before the copy has run; `host` may be changed at once.
+        """
+        if array.shape != host.shape or array.dtype != host.dtype:
+            raise ValueError(
+                f"write: the host array is {host.dtype} {host.shape}, the device array "
+                f"{array.dtype} {array.shape}"
+            )
+        if array.size:
+            self._staging.copy(array, host, self.stream)
+
+    def host(self, array) -> np.ndarray:
+        """Copy a device array to the host; waits for the stream."""
+        return array.get() if isinstance(array, cupy.ndarray) else np.asarray(array)
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the stream is done."""
+        self.stream.synchronize()
+
+    def capture(self, step: Callable, inputs: Callable[[], dict] | None = None) -> Callable:
+        """`step` as a CUDA graph after two eager calls; see `CapturedStep`."""
+        return CapturedStep(step, self.stream, inputs) if self.captures else step
+
+    def use_pool(self, pooled: bool) -> None:
+        """Take the process's device memory from a pool, or ask the driver for every array."""
+        allocator = memory.shared_pool().allocate if pooled else memory.allocate_unpooled
+        cupy.cuda.set_allocator(allocator)
+
+    def memory(self) -> memory.MemoryUse:
+        """What was asked of the driver so far, and what is held."""
+        return memory.account().use()
+
+    def restart_peak(self) -> None:
+        """Give unused memory back to the driver and count the peak anew."""
+        self.synchronize()
+        memory.shared_pool().release()
+        memory.account().restart_peak()
+
+
+def _thread_stream():
+    """This thread's stream on the current GPU; one, because a pool keeps freed blocks by stream."""
+    streams = _local.__dict__.setdefault("streams", {})
+    number = cupy.cuda.runtime.getDevice()
+    if number not in streams:
+        streams[number] = cupy.cuda.Stream(non_blocking=True)
+    return streams[number]
+
+
+class _Staging:
+    """Pinned host buffers, used in turn; a buffer is free again when its copy has run."""
+
+    def __init__(self):
+        self._rings: dict[int, list] = {}  # by size in bytes: (buffer, event) pairs, oldest first
+
+    def copy(self, array, host: np.ndarray, stream) -> None:
+        assert array.flags.c_contiguous
+        ring = self._rings.setdefault(array.nbytes, [])
+        if len(ring) < STAGES:
+            buffer = cupyx.empty_pinned(array.nbytes, np.uint8)
+            event = cupy.cuda.Event(disable_timing=True)
+        else:
+            buffer, event = ring.pop(0)
+            event.synchronize()
+        np.copyto(buffer.view(host.dtype).reshape(host.shape), host)
+        array.data.copy_from_host_async(buffer.ctypes.data, array.nbytes, stream)
+        event.record(stream)
+        ring.append((buffer, event))

@@ -1,0 +1,175 @@
+"""`rms_norm` and `add_rms_norm`: rows in registers, one pass forward, one and a small one back.
+
+Forward keeps 1 / sqrt(mean(x**2) + eps) of each row, fp32. Backward leaves the weight's gradient as
+one partial row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32.
+
+Bytes an element, storage of s bytes: forward 2 s, with residual 4 s; backward 3 s, with residual
+4 s. bf16, one warp a row of 1280: 5 loads in flight a thread forward, 10 backward.
+"""
+
+import functools
+
+from numba import cuda
+from numba.types import float32
+
+from xtrain.cuda.block import column_scratch, column_sums, row_sum
+from xtrain.cuda.formula import root
+from xtrain.cuda.launch import Kernel, f32, i64, pointer
+from xtrain.cuda.partials import PARTS, weight_gradient
+from xtrain.cuda.rows import Shape, flat_rows, shape_of
+from xtrain.cuda.words import access, rounding
+from xtrain.engine.ops.rms_norm import add_rms_norm, rms_norm
+
+
+@functools.cache
+def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Kernel:
+    threads, words, width, rows_here, aligned = shape
+    load, store = access(dtype, aligned)[1:]
+    load_weight = access(weight_dtype, aligned, width).load
+    total, rounded = row_sum(threads), rounding(dtype)
+    values, block = shape.values, shape.block
+
+    def rms_norm_forward(x, residual, weight, s, y, rstd, rows, columns, eps):
+        scratch = cuda.shared.array(block, float32)
+        row = cuda.blockIdx.x * rows_here + cuda.threadIdx.x // threads
+        lane = cuda.threadIdx.x % threads
+        v = cuda.local.array(values, float32)
+        other = cuda.local.array(values, float32)
+        exists = columns if row < rows else 0
+        for w in range(words):
+            at = (w * threads + lane) * width
+            load(x, row * columns + at, exists - at, v, w * width)
+        if with_residual:
+            for w in range(words):
+                at = (w * threads + lane) * width
+                load(residual, row * columns + at, exists - at, other, w * width)
+            for i in range(values):
+                v[i] = rounded(v[i] + other[i])
+            for w in range(words):
+                at = (w * threads + lane) * width
+                store(s, row * columns + at, exists - at, v, w * width)
+        for w in range(words):
+            at = (w * threads + lane) * width
+            load_weight(weight, at, columns - at, other, w * width)
+        square = float32(0)
+        for i in range(values):
+            square += v[i] * v[i]
+        scale = float32(1) / root(total(square, scratch) / float32(columns) + eps)
+        for i in range(values):
+            v[i] = v[i] * scale * other[i]
+        for w in range(words):
+            at = (w * threads + lane) * width
+            store(y, row * columns + at, exists - at, v, w * width)
+        if lane == 0 and row < rows:
+            rstd[row] = scale
+
+    array, weights = pointer(dtype), pointer(weight_dtype)
+    signature = (array, array, weights, array, array, pointer("float32"), i64, i64, f32)
+    return Kernel(rms_norm_forward, *signature)
+
+
+@functools.cache
+def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Kernel:
+    threads, words, width, rows_here, aligned = shape
+    load, store = access(dtype, aligned)[1:]
+    load_weight = access(weight_dtype, aligned, width).load
+    total = row_sum(threads)
+    values, block, padded = shape.values, shape.block, shape.threads * shape.values
+    leave = column_sums(block, threads, values, width)
+    scratch_size = max(column_scratch(block, threads, values), block)
+
+    def rms_norm_backward(x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks):
+        scratch = cuda.shared.array(scratch_size, float32)
+        lane = cuda.threadIdx.x % threads
+        x_hat = cuda.local.array(values, float32)
+        gradient = cuda.local.array(values, float32)
+        gain = cuda.local.array(values, float32)
+        dweight = cuda.local.array(values, float32)
+        for i in range(values):
+            dweight[i] = float32(0)
+        first = cuda.blockIdx.x * rows_here
+        for base in range(first, rows, blocks * rows_here):
+            row = base + cuda.threadIdx.x // threads
+            exists = columns if row < rows else 0
+            for w in range(words):
+                at = (w * threads + lane) * width
+                load(x, row * columns + at, exists - at, x_hat, w * width)
+            for w in range(words):
+                at = (w * threads + lane) * width
+                load(dy, row * columns + at, exists - at, gradient, w * width)
+            for w in range(words):
+                at = (w * threads + lane) * width
+                load_weight(weight, at, columns - at, gain, w * width)
+            scale = rstd[row] if row < rows else float32(0)
+            dot = float32(0)
+            for i in range(values):
+                x_hat[i] *= scale
+                dweight[i] += gradient[i] * x_hat[i]
+                gradient[i] *= gain[i]
+                dot += gradient[i] * x_hat[i]
+            mean = total(dot, scratch) / float32(columns)
+            for i in range(values):
+                gradient[i] = scale * (gradient[i] - x_hat[i] * mean)
+            if with_residual:
+                for w in range(words):
+                    at = (w * threads + lane) * width
+                    load(ds, row * columns + at, exists - at, gain, w * width)
+                for i in range(values):
+                    gradient[i] += gain[i]
+            for w in range(words):
+                at = (w * threads + lane) * width
+                store(dx, row * columns + at, exists - at, gradient, w * width)
+        leave(dweight, scratch, partial, cuda.blockIdx.x * padded)
+
+    array, weights, fp32 = pointer(dtype), pointer(weight_dtype), pointer("float32")
+    signature = (array, weights, fp32, array, array, array, fp32, i64, i64, i64)
+    return Kernel(rms_norm_backward, *signature)
+
+
+def launch_forward(xp, x, residual, weight, eps):
+    x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
+    y, s, rows = xp.empty_like(x), None, flat_rows(x)
+    if residual is not None:
+        residual, s = xp.ascontiguousarray(residual), xp.empty_like(x)
+    rstd = xp.empty(rows, "float32")
+    shape = shape_of(x.shape[-1], *(a for a in (x, weight, residual, y, s) if a is not None))
+    kernel = forward_kernel(x.dtype, weight.dtype, shape, residual is not None)
+    grid = shape.grid(rows)
+    kernel(grid, shape.block, x, residual, weight, s, y, rstd, rows, x.shape[-1], eps)
+    return y, s, (x if s is None else s, weight, rstd)
+
+
+def launch_backward(xp, dy, ds, saved, into):
+    x, weight, rstd = saved
+    dy = xp.ascontiguousarray(dy)
+    ds = None if ds is None else xp.ascontiguousarray(ds)
+    dx, rows, columns = xp.empty_like(x), flat_rows(x), x.shape[-1]
+    shape = shape_of(columns, *(a for a in (x, weight, dy, ds, dx) if a is not None))
+    blocks = min(shape.grid(rows), PARTS)
+    partial = xp.empty((blocks, shape.threads * shape.values), "float32")
+    kernel = backward_kernel(x.dtype, weight.dtype, shape, ds is not None)
+    kernel(blocks, shape.block, x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks)
+    return dx, weight_gradient(xp, partial, weight, into)
+
+
+def forward(xp, x, weight, *, eps):
+    y, _, saved = launch_forward(xp, x, None, weight, eps)
+    return y, saved
+
+
+def backward(xp, dy, saved, *, eps, into):
+    return launch_backward(xp, dy, None, saved, into[0])
+
+
+def add_forward(xp, x, residual, weight, *, eps):
+    y, s, saved = launch_forward(xp, x, residual, weight, eps)
+    return (y, s), saved
+
+
+def add_backward(xp, dys, saved, *, eps, into):
+    dx, dweight = launch_backward(xp, *dys, saved, into[0])
+    return dx, dx, dweight
+
+
+rms_norm.fuse("cuda", forward, backward, accumulates=(1,))
+add_rms_norm.fuse("cuda", add_forward, add_backward, accumulates=(2,))

@@ -1,0 +1,110 @@
+"""Device memory: pools that count what they ask of the driver, and the error when it is full.
+
+A pool keeps what was freed and hands it out again in stream order, so that a steady step asks the
+driver for nothing. A captured step has a pool of its own: a replay writes to the addresses that it
+was captured with, which therefore must never be handed to anybody else.
+"""
+
+import functools
+import weakref
+from dataclasses import dataclass
+
+import cupy
+
+from xtrain.errors import OutOfDeviceMemory
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """allocations: requests to the driver so far.  reserved_bytes: held now, by all pools.
+
+    peak_bytes: the most that was held at once.
+    """
+
+    allocations: int
+    reserved_bytes: int
+    peak_bytes: int
+
+
+class Account:
+    """What all pools of a process have asked of the driver."""
+
+    def __init__(self):
+        self.allocations = 0
+        self.peak_bytes = 0
+        self.pools: weakref.WeakSet = weakref.WeakSet()
+
+    def use(self) -> MemoryUse:
+        """The counts so far, of the current GPU's pools."""
+        reserved = self.reserved_bytes()
+        return MemoryUse(self.allocations, reserved, max(self.peak_bytes, reserved))
+
+    def reserved_bytes(self) -> int:
+        return sum(pool.reserved_bytes() for pool in self.pools)
+
+    def restart_peak(self) -> None:
+        """Count the peak anew from what is held now."""
+        self.peak_bytes = self.reserved_bytes()
+
+    def driver_malloc(self, size: int):
+        """Memory straight from the driver; counted."""
+        self.allocations += 1
+        memory = cupy.cuda.memory._malloc(size)
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes())
+        return memory
+
+
+class Pool:
+    """A CuPy memory pool whose blocks are counted in an account; `allocate` is a CuPy allocator."""
+
+    def __init__(self, account: Account):
+        self._pool = cupy.cuda.MemoryPool(account.driver_malloc)
+        account.pools.add(self)
+
+    def allocate(self, size: int):
+        """Memory of at least `size` bytes; raises OutOfDeviceMemory, one line, when there is none."""
+        try:
+            return self._pool.malloc(size)
+        except cupy.cuda.memory.OutOfMemoryError:
+            raise OutOfDeviceMemory(_what_would_fit(size)) from None
+
+    def reserved_bytes(self) -> int:
+        """Bytes that the pool holds on the current GPU, handed out or not."""
+        return self._pool.total_bytes()
+
+    def release(self) -> None:
+        """Give blocks that nobody uses back to the driver."""
+        self._pool.free_all_blocks()
+
+
+@functools.cache
+def account() -> Account:
+    """The process's account."""
+    return Account()
+
+
+@functools.cache
+def shared_pool() -> Pool:
+    """The pool of everything that is not captured."""
+    return Pool(account())
+
+
+def allocate_unpooled(size: int):
+    """One request to the driver for every array: what a pool saves; for comparison only."""
+    try:
+        return account().driver_malloc(size)
+    except cupy.cuda.runtime.CUDARuntimeError as problem:
+        if problem.status != cupy.cuda.runtime.errorMemoryAllocation:
+            raise
+        raise OutOfDeviceMemory(_what_would_fit(size)) from None
+
+
+def _what_would_fit(size: int) -> str:
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return (
+        f"GPU memory is full: {size / GIB:.2f} GiB more needed, {free / GIB:.2f} of "
+        f"{total / GIB:.0f} GiB free; halve train.batch_size and double train.accumulation, or set "
+        "features.remat=block; the last checkpoint is kept"
+    )
