@@ -14,7 +14,12 @@ NAMES = {
     "ops": "every op with a kernel against its byte or FLOP floor",
     "profile": "one training step, time by op and by kernel against their floors",
 }
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

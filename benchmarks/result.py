@@ -8,7 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 
-PACKAGES = ("numpy", "numba", "numba-cuda", "cupy-cuda12x", "cupy-cuda13x", "nvmath-python", "torch")
+PACKAGES = (
+    "numpy",
+    "numba",
+    "numba-cuda",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "nvmath-python",
+    "torch",
+)
 
 
 @dataclass(frozen=True)

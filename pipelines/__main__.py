@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from xtrain.errors import Interrupted, UsageError
+from xtrain.errors import Interrupted, UsageError, WriteError
 
 # From best to worst: a bug hides a usage error, which hides a refused promotion.
 _BEST_FIRST = (0, 3, 2, 1)
@@ -115,6 +115,9 @@ def _guarded(function: Callable[..., int], *args) -> int:
         return 130
     except BrokenPipeError:  # `xtrain --cfg job | head`: Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except WriteError as error:
+        print(f"xtrain: {error}", file=sys.stderr)
         return 1
     except Exception:
         traceback.print_exc()

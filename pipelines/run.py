@@ -16,7 +16,13 @@ from pipelines import pretrain, verdict
 from pipelines.prepare import prepare_data
 from pipelines.signals import watch_signals
 from pipelines.start import start_weights
-from xtrain.config import RunConfig, config_fingerprint, resolve_features, resolved_yaml
+from xtrain.config import (
+    BOOKKEEPING,
+    RunConfig,
+    config_fingerprint,
+    resolve_features,
+    resolved_yaml,
+)
 from xtrain.engine import device as devices
 from xtrain.errors import Interrupted, UsageError
 from xtrain.estimate import describe
@@ -25,9 +31,6 @@ from xtrain.machine import system_facts
 from xtrain.mirror import Mirror, catch_up, reap_stale
 from xtrain.resume import choose_run, continue_run
 from xtrain.track import RunDir, load_run, open_run
-
-# How a run is kept and shown; changing it does not make another run of it.
-RESUMABLE_CHANGES = ("out", "resume", "promote", "dry_run", "train.keep_last", "data.workers", "gate")
 
 
 def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
@@ -60,7 +63,7 @@ def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
         resume=run.resume if wanted is None else str(wanted.parent.parent),
         typed=any(o.startswith("resume=") for o in typed),
         fingerprints={"data": prepared.fingerprint},
-        ignore=RESUMABLE_CHANGES,
+        ignore=[key.rstrip(".") for key in BOOKKEEPING],
     )
     if notice:
         say(notice)
@@ -107,11 +110,13 @@ def _under_way(run: RunConfig, learner, prepared, out: RunDir, start: int) -> in
             raise Interrupted(signal.SIGINT) from error
         raise
     finally:
-        out.set_status(ended)
-        behind = mirror.close(ended)
-        out.close()
-        if behind:
-            say(behind)
+        try:
+            out.set_status(ended)
+        finally:  # a full disk keeps the directory from saying how it ended, but not MLflow
+            behind = mirror.close(ended)
+            out.close()
+            if behind:
+                say(behind)
 
 
 def _checkpoint_named(resume: str) -> Path | None:

@@ -82,13 +82,12 @@ def test_a_value_that_is_no_number_is_refused_by_name(tmp_path, values):
         make_run(tmp_path).log(1, values)
 
 
-def test_truncating_drops_every_later_record_and_sample(tmp_path):
+def test_truncating_drops_every_later_record(tmp_path):
     run = make_run(tmp_path)
     for step in range(1, 7):
         run.log(step, {"loss": 1 / step})
         if step % 2 == 0:
             run.log(step, {"loss": 2 / step}, kind="eval")
-            run.add_samples(step, [("Once", " upon\nstep 9\na time")])
 
     run.truncate_after(4)
     run.log(5, {"loss": 0.2})
@@ -104,9 +103,6 @@ def test_truncating_drops_every_later_record_and_sample(tmp_path):
         (5, "train"),
     ]
     assert [r["step"] for r in read_metrics(run.path / "metrics.jsonl", "eval")] == [2, 4]
-    samples = (run.path / "samples.txt").read_text()
-    assert samples.splitlines()[0] == "step 2" and "step 4\n" in samples
-    assert "step 6" not in samples and samples.count("  a time") == 2
 
 
 def test_a_torn_last_line_is_dropped_when_the_run_goes_on(tmp_path):

@@ -9,6 +9,10 @@ class OutOfDeviceMemory(UsageError):
     """The GPU's memory is full; the message says how much was asked for and what would fit."""
 
 
+class WriteError(OSError):
+    """A file of a run could not be written (disk full, permission); the message is one line."""
+
+
 class Interrupted(Exception):
     """SIGINT or SIGTERM arrived and a complete checkpoint was kept (exit code 128 + signal)."""
 

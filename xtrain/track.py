@@ -8,7 +8,6 @@ The directory is the source of truth; MLflow (`xtrain.mirror`) only reads it.
   written by one unbuffered write, so that a SIGKILL loses at most the line being written. Floats
   are written by `repr` and read back bit for bit; NaN and infinities are the strings "NaN",
   "Infinity" and "-Infinity", because JSON has no other spelling for them.
-- samples.txt: a line `step N` and then the samples of that step, indented.
 
 Every other file is written to a temporary name, synced and renamed.
 """
@@ -17,22 +16,17 @@ import errno
 import json
 import math
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from xtrain.errors import UsageError
+from xtrain.errors import UsageError, WriteError
 from xtrain.machine import identity
 
 RUNNING = "RUNNING"
 ENDED = ("FINISHED", "FAILED", "KILLED")
-
-
-class WriteError(OSError):
-    """A file of a run could not be written (disk full, permission); the message is one line."""
 
 
 class RunDir:
@@ -65,27 +59,12 @@ class RunDir:
             raise _write_error(self.path / "metrics.jsonl", error) from error
 
     def truncate_after(self, step: int) -> None:
-        """Drop every record and sample after a step, so that none is doubled when it is redone."""
+        """Drop every record after a step, so that none is doubled when it is redone."""
         self.close()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             kept = [line for record, line in _records(metrics) if record["step"] <= step]
             self.write_text("metrics.jsonl", "".join(kept))
-        samples = self.path / "samples.txt"
-        if samples.exists():
-            self.write_text("samples.txt", _samples_until(samples.read_text("utf-8"), step))
-
-    def add_samples(self, step: int, samples: Iterable[tuple[str, str]]) -> None:
-        """Append (prompt, continuation) texts of a step to samples.txt."""
-        lines = [f"step {step}\n"]
-        for prompt, text in samples:
-            lines += ["  " + line + "\n" for line in f"[{prompt}]{text}".splitlines()]
-        path = self.path / "samples.txt"
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
-        except OSError as error:
-            raise _write_error(path, error) from error
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file of the run atomically; name may be a relative path."""
@@ -263,17 +242,6 @@ def _records(path: Path) -> Iterable[tuple[dict, str]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} line {number} is not a metrics record") from error
         yield record, line.decode() + "\n"
-
-
-def _samples_until(text: str, step: int) -> str:
-    kept, keep = [], True
-    for line in text.splitlines(keepends=True):
-        header = re.match(r"step (\d+)$", line)
-        if header:
-            keep = int(header[1]) <= step
-        if keep:
-            kept.append(line)
-    return "".join(kept)
 
 
 def _number(name: str, value: object) -> float | int | str | None:

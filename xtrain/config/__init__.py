@@ -17,6 +17,7 @@ from xtrain.config.compose import (
     run_gate,
 )
 from xtrain.config.identity import (
+    BOOKKEEPING,
     axes_differing,
     axis_differences,
     config_fingerprint,
@@ -27,6 +28,7 @@ from xtrain.config.rules import check_features, resolve_features
 from xtrain.config.schema import Features, GateConfig, PhaseConfig, RunConfig
 
 __all__ = [
+    "BOOKKEEPING",
     "Features",
     "GateConfig",
     "PhaseConfig",

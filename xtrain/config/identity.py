@@ -13,7 +13,7 @@ from xtrain.config.rules import AXES
 from xtrain.config.schema import RunConfig
 
 # How a run is kept, shown and judged; none of these changes a training value.
-_BOOKKEEPING = (
+BOOKKEEPING = (
     "out",
     "resume",
     "promote",
@@ -87,7 +87,7 @@ def flatten_tree(tree: dict, prefix: str = "") -> dict[str, object]:
 
 def training_values(flat: dict[str, object]) -> dict[str, object]:
     """The part of a flattened run that decides its training values."""
-    return {key: value for key, value in flat.items() if not key.startswith(_BOOKKEEPING)}
+    return {key: value for key, value in flat.items() if not key.startswith(BOOKKEEPING)}
 
 
 def config_fingerprint(run: RunConfig) -> str:
@@ -98,7 +98,7 @@ def config_fingerprint(run: RunConfig) -> str:
 
 def axis_of(key: str) -> str | None:
     """The axis of a dotted key, or None when it is of none. Raises KeyError for an unknown key."""
-    if key.startswith(_BOOKKEEPING):
+    if key.startswith(BOOKKEEPING):
         return None
     prefix = max((prefix for prefix in _AXIS if key.startswith(prefix)), key=len, default=None)
     if prefix is None:

@@ -38,7 +38,8 @@ def usage_error(error: Exception) -> UsageError:
         message = explain(error, cause)
         if message:
             return UsageError(message)
-    return UsageError(_joined(error if cause is error else f"{error}: {cause}"))
+    said = _joined(error if cause is error else f"{error}: {cause}")
+    return UsageError(said or f"Hydra cannot read this: {type(error).__name__}")
 
 
 def unknown_key(key: str) -> str:
@@ -105,7 +106,7 @@ def _key(error: Exception, cause: Exception) -> str | None:
 
 
 def _sweep(error: Exception, cause: Exception) -> str | None:
-    found = re.search(r"Ambiguous value for argument '([^']*)'", str(error))
+    found = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^']*)'", str(error))
     if not found:
         return None
     key, _, value = found.group(1).partition("=")
@@ -133,8 +134,7 @@ def _value(error: Exception, cause: Exception) -> str | None:
     found = re.search(r"Error merging override (.*)", str(error))
     if wanted is None:
         key = _full_key(cause)
-        text = str(cause).splitlines()[0]
-        return f"{_file(error)}{key}: {text}" if key else None
+        return f"{_file(error)}{key}: {str(cause).splitlines()[0]}" if key else None
     given = re.search(r"[Vv]alue:? '([^']*)'", str(cause))
     key = _full_key(cause)
     said = found.group(1) if found else f"{_file(error)}{key}={given.group(1) if given else ''}"

@@ -9,12 +9,14 @@ import math
 from collections.abc import Iterable
 
 from xtrain.config.schema import Features, RunConfig
+from xtrain.data.sources import SOURCES
 from xtrain.errors import UsageError
 
 AXES = ("model", "data", "precision", "infra")
 CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "launch": ("single",),
+    "data.source": SOURCES,
     "optim.schedule": ("cosine", "linear", "constant"),
     "phase.objective": ("next_token", "sft", "dpo", "grpo"),
     "features.gemm": ("tiled", "library"),

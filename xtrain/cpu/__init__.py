@@ -11,9 +11,14 @@ from xtrain.engine import scalar
 
 KERNELS = (
     "adamw",
+    "attention",
     "embedding",
     "global_norm",
+    "linear",
     "linear_cross_entropy",
+    "qk_norm_rope",
+    "rms_norm",
+    "swiglu",
 )
 
 

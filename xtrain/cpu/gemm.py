@@ -2,8 +2,8 @@
 
 B is packed once into panels of LANES columns, (panels, K, LANES) with zeros beyond the last column,
 so a tile's loads are aligned and contiguous whichever way B lies. Then each block of rows of C runs
-over the panels, tile by tile (`xtrain.cpu.tile`). A is read in place, but a block that is transposed
-(its k lie far apart) or incomplete is copied first. Each element of C is one sum over k in order: the
+over the panels, tile by tile (`xtrain.cpu.tile`). A is read in place, but a block whose k lie pages
+apart, or that is no whole number of tiles, is copied first. Each element of C is one sum over k in order: the
 bits depend neither on the number of threads nor on the sizes around it.
 """
 
@@ -14,6 +14,7 @@ from xtrain.cpu.parallel import PRANGE_ONLY
 from xtrain.cpu.tile import LANES, ROWS, multiply_tile
 
 BLOCK = 64  # rows of C that a thread takes at a time
+FAR = 1024  # floats: a page, beyond which every k costs an address translation
 SERIAL = 1 << 22  # multiply-adds up to which one core is as fast as waking the others
 
 
@@ -67,7 +68,9 @@ def _block(a, transposed, packed, block, c):
     first = block * BLOCK
     stop = min(first + BLOCK, c.shape[0])
     start, row, step = first * K, K, 1  # where A's block is, and its strides along i and k
-    if transposed or (stop - first) % ROWS:
+    if transposed:
+        start, row, step = first, 1, c.shape[0]
+    if step > FAR or (stop - first) % ROWS:
         a = _copy_block(a, transposed, first, stop, K)
         start, row, step = 0, 1, BLOCK
     edge = np.empty((ROWS, LANES), np.float32)
@@ -89,7 +92,12 @@ def _block(a, transposed, packed, block, c):
 def _copy_block(a, transposed, first, stop, K):
     """Rows first .. stop of op(a) as (K, BLOCK), zero beyond."""
     copied = np.zeros((K, BLOCK), np.float32)
-    for k in range(K):
+    if transposed:
+        for k in range(K):
+            for i in range(stop - first):
+                copied[k, i] = a[k, first + i]
+    else:
         for i in range(stop - first):
-            copied[k, i] = a[k, first + i] if transposed else a[first + i, k]
+            for k in range(K):
+                copied[k, i] = a[first + i, k]
     return copied

@@ -1,4 +1,4 @@
-"""CUDA kernels, and the device that runs them; nothing of CUDA is imported before it is asked for."""
+"""CUDA kernels and the device that runs them; nothing of CUDA is imported before it is needed."""
 
 import importlib
 import pkgutil

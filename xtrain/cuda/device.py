@@ -5,6 +5,7 @@ from the host go through pinned buffers and return before they have run.
 """
 
 import functools
+import gc
 import threading
 from collections.abc import Callable
 
@@ -15,8 +16,9 @@ import numpy as np
 from xtrain.cuda import memory
 from xtrain.cuda.graph import CapturedStep
 from xtrain.engine.device import Device
+from xtrain.errors import UsageError
 
-STAGES = 4  # pinned buffers of one size: a step writes two arrays of a size, two steps are in flight
+STAGES = 4  # pinned buffers of one size: two arrays of a step, two steps in flight
 
 _local = threading.local()
 
@@ -73,8 +75,18 @@ class CudaDevice(Device):
         self.stream.synchronize()
 
     def capture(self, step: Callable, inputs: Callable[[], dict] | None = None) -> Callable:
-        """`step` as a CUDA graph after two eager calls; see `CapturedStep`."""
-        return CapturedStep(step, self.stream, inputs) if self.captures else step
+        """`step` as a CUDA graph after two eager calls; see `CapturedStep`.
+
+        Raises UsageError when the device was told to wait on the host inside a step.
+        """
+        if not self.captures:
+            return step
+        if self.op_sync or "host" in self.variants.values():
+            raise UsageError(
+                "features.capture=true needs features.op_sync=false and features.optimizer=device: "
+                "a step that waits for the host cannot be captured"
+            )
+        return CapturedStep(step, self.stream, inputs)
 
     def use_pool(self, pooled: bool) -> None:
         """Take the process's device memory from a pool, or ask the driver for every array."""
@@ -87,6 +99,7 @@ class CudaDevice(Device):
 
     def restart_peak(self) -> None:
         """Give unused memory back to the driver and count the peak anew."""
+        gc.collect()  # a training step and its captured form refer to each other
         self.synchronize()
         memory.shared_pool().release()
         memory.account().restart_peak()
@@ -94,11 +107,12 @@ class CudaDevice(Device):
 
 def _thread_stream():
     """This thread's stream on the current GPU; one, because a pool keeps freed blocks by stream."""
-    streams = _local.__dict__.setdefault("streams", {})
+    if not hasattr(_local, "streams"):
+        _local.streams = {}
     number = cupy.cuda.runtime.getDevice()
-    if number not in streams:
-        streams[number] = cupy.cuda.Stream(non_blocking=True)
-    return streams[number]
+    if number not in _local.streams:
+        _local.streams[number] = cupy.cuda.Stream(non_blocking=True)
+    return _local.streams[number]
 
 
 class _Staging:

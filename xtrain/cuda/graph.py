@@ -2,13 +2,13 @@
 
 The eager calls are real: they train. They compile and load every kernel and fill the step's own
 memory pool, so that capture, which runs nothing, asks the driver for nothing. Each replay reads and
-writes the addresses of the capture, so inputs must stay where they are; a replay checks that they do
-and names the one that moved.
+writes the addresses of the capture, so inputs must stay where they are; a replay checks that they
+do and names the one that moved.
 """
 
+import contextlib
 import gc
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import cupy
 
@@ -20,7 +20,7 @@ WARM_UP_CALLS = 2
 class CapturedStep:
     """A callable that behaves as `step` does, at the host cost of one launch.
 
-    step: takes nothing, returns an array or a tuple of arrays; obeys the rules of a capturable step.
+    step: takes nothing, returns an array or a tuple of arrays, obeys the rules of capturable steps.
     inputs: gives the arrays that the step reads by name, or None to check nothing.
     The returned arrays are the same ones in every call, overwritten by the next.
     """
@@ -82,10 +82,8 @@ class CapturedStep:
 
     def _abandon_capture(self) -> None:
         """Leave capture mode, so that the stream works again; the step's own error is the news."""
-        try:
-            self._stream.end_capture()
-        except cupy.cuda.runtime.CUDARuntimeError:
-            pass  # what was captured is invalid, which the step's own error already says
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+            self._stream.end_capture()  # it says that what was captured is invalid
 
     def _identities(self) -> dict[str, tuple]:
         arrays = {} if self._inputs is None else self._inputs()
@@ -99,8 +97,8 @@ class CapturedStep:
             before, after = self._captured_with.get(name), now.get(name)
             if before != after:
                 raise ValueError(
-                    f"captured step: {name} was {_described(before)} when the step was captured and "
-                    f"is {_described(after)} now; make a new step for it"
+                    f"captured step: {name} was {_described(before)} when the step was captured "
+                    f"and is {_described(after)} now; make a new step for it"
                 )
 
 
@@ -111,7 +109,7 @@ def _described(identity: tuple | None) -> str:
     return f"{dtype} {shape} at {address:#x}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_garbage_collection():
     """Nothing is destroyed by chance in the middle of a capture."""
     was_enabled = gc.isenabled()

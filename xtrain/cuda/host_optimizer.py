@@ -11,8 +11,6 @@ from xtrain.engine.ops.adamw import adamw
 from xtrain.engine.ops.global_norm import global_norm
 
 
-
-
 def update_on_host(xp, p, g, m, v, hyper, copy, **attrs):
     """See `xtrain.engine.ops.adamw`; copies four buffers to the host and back."""
     on_host = [buffer.get() for buffer in (p, g, m, v)]

@@ -64,7 +64,7 @@ class Pool:
         account.pools.add(self)
 
     def allocate(self, size: int):
-        """Memory of at least `size` bytes; raises OutOfDeviceMemory, one line, when there is none."""
+        """Memory of at least `size` bytes; raises OutOfDeviceMemory when there is none."""
         try:
             return self._pool.malloc(size)
         except cupy.cuda.memory.OutOfMemoryError:

@@ -67,5 +67,5 @@ class TrainingStep:
                 term = self.objective(self.model, micro, scale, key)
                 term.backward()
                 loss = loss + term.data
-                del term  # its tape holds the activations, which the next micro-batch needs room for
+                del term  # its tape holds the activations; the next micro-batch needs their room
             return loss, self.optimizer.update()

@@ -1,0 +1,192 @@
+"""Matrix products by cuBLAS, through nvmath-python: CuPy's own cuBLAS refuses stream capture.
+
+    out = alpha op(a) @ op(b) + beta out        op: as stored, or transposed
+
+Row-major views; leading dimensions come from the strides, so slices and transposes are free. fp32
+operands give fp32 results without TF32, unless the device asks for it; bf16 operands are summed in
+fp32 into bf16 or fp32, so a weight gradient is added to its fp32 buffer with beta = 1.
+
+Each thread has one handle a GPU, on the thread's current stream, with a workspace that never moves:
+captured products need that, and with one stream and cuBLAS's default of no atomics the same call
+gives the same bits each time. The algorithm is cuBLAS's own choice, a function of shapes and types:
+one chosen by timing could differ from run to run, and with it the bits.
+
+In Numba's simulator NumPy computes the same, so that what is built on this is tested without a GPU.
+"""
+
+import functools
+import threading
+
+import numpy as np
+
+from xtrain.cuda.launch import SIMULATED
+from xtrain.engine import device as devices
+from xtrain.engine.dtype import bfloat16, float32
+
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for Hopper; enough for every other GPU
+CUDA_TYPES = {float32: 0, bfloat16: 14}  # CUDA_R_32F, CUDA_R_16BF
+
+_local = threading.local()
+
+
+def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0) -> None:
+    """out = alpha op(a) @ op(b) + beta out, all 2-D; a, b (fp32 or bf16, alike) are not changed."""
+    if out.size == 0:
+        return
+    if SIMULATED:
+        _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
+        return
+    cublas, handle = _handle()
+    first, second, target = _arranged(a, b, out, transpose_a, transpose_b)
+    rows, columns, inner = _sizes(a, b, out, transpose_a, transpose_b)
+    cublas.gemm_ex(
+        handle,
+        second.operation,
+        first.operation,
+        columns,
+        rows,
+        inner,
+        _scalar(alpha),
+        *second.matrix,
+        *first.matrix,
+        _scalar(beta),
+        *target.matrix,
+        _compute_type(cublas, a.dtype),
+        cublas.GemmAlgo.DFALT,
+    )
+
+
+def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0) -> None:
+    """out[n] = alpha op(a[n]) @ op(b[n]) + beta out[n], all 3-D with one batch size, one launch."""
+    if out.size == 0:
+        return
+    if SIMULATED:
+        _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
+        return
+    cublas, handle = _handle()
+    first, second, target = _arranged(a, b, out, transpose_a, transpose_b)
+    rows, columns, inner = _sizes(a, b, out, transpose_a, transpose_b)
+    cublas.gemm_strided_batched_ex(
+        handle,
+        second.operation,
+        first.operation,
+        columns,
+        rows,
+        inner,
+        _scalar(alpha),
+        *second.matrix,
+        second.batch_stride,
+        *first.matrix,
+        first.batch_stride,
+        _scalar(beta),
+        *target.matrix,
+        target.batch_stride,
+        out.shape[0],
+        _compute_type(cublas, a.dtype),
+        cublas.GemmAlgo.DFALT,
+    )
+
+
+class Arrangement:
+    """How cuBLAS is told of one row-major operand, whose transpose it sees, being column-major.
+
+    operation: 1 when the operand enters the product transposed, else 0.  leading: elements from one
+    stored row to the next.  batch_stride: elements from one matrix to the next, 0 in 2-D.
+    """
+
+    def __init__(self, array, transpose: bool):
+        rows, columns = array.shape[-2:]
+        down, across = (stride // array.itemsize for stride in array.strides[-2:])
+        if (across == 1 or columns == 1) and (rows == 1 or down >= columns):
+            self.operation, self.leading = int(transpose), columns if rows == 1 else down
+        elif (down == 1 or rows == 1) and (columns == 1 or across >= rows):
+            self.operation, self.leading = int(not transpose), rows if columns == 1 else across
+        else:
+            raise ValueError(
+                f"gemm: neither rows nor columns of {array.shape} with strides {array.strides} "
+                "are contiguous"
+            )
+        self.batch_stride = array.strides[0] // array.itemsize if array.ndim == 3 else 0
+        self.array = array
+
+    @property
+    def matrix(self) -> tuple[int, int, int]:
+        """Address, element type and leading dimension, as cuBLAS takes them."""
+        return self.array.data.ptr, CUDA_TYPES[self.array.dtype], self.leading
+
+
+def _arranged(a, b, out, transpose_a, transpose_b) -> tuple[Arrangement, ...]:
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    target = Arrangement(out, False)
+    assert target.operation == 0, f"rows of the result must be contiguous, strides {out.strides}"
+    return Arrangement(a, transpose_a), Arrangement(b, transpose_b), target
+
+
+def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
+    """Rows, columns and inner size of the product."""
+    rows, inner = a.shape[-2:] if not transpose_a else a.shape[:-3:-1]
+    again, columns = b.shape[-2:] if not transpose_b else b.shape[:-3:-1]
+    shapes = (a.shape, b.shape, out.shape, transpose_a, transpose_b)
+    assert inner == again and out.shape[-2:] == (rows, columns), shapes
+    assert a.shape[:-2] == b.shape[:-2] == out.shape[:-2], shapes
+    return rows, columns, inner
+
+
+@functools.lru_cache(maxsize=256)
+def _host_scalar(value: float) -> np.ndarray:
+    return np.array([value], np.float32)
+
+
+def _scalar(value: float) -> int:
+    """The address of an fp32 host scalar; cuBLAS reads it during the call."""
+    return _host_scalar(float(value)).ctypes.data
+
+
+def _compute_type(cublas, dtype) -> int:
+    if dtype == bfloat16:
+        return cublas.ComputeType.COMPUTE_32F
+    if getattr(devices.current(), "tf32", False):
+        return cublas.ComputeType.COMPUTE_32F_FAST_TF32
+    return cublas.ComputeType.COMPUTE_32F_PEDANTIC
+
+
+class _Handle:
+    """A cuBLAS handle of one GPU, and its workspace, which is taken from no pool."""
+
+    def __init__(self, cupy, cublas):
+        self.workspace = cupy.cuda.memory.Memory(WORKSPACE_BYTES)
+        self.pointer = cublas.create()
+        self.stream = None
+
+    def use_stream(self, cublas, stream: int) -> None:
+        if stream != self.stream:
+            cublas.set_stream(self.pointer, stream)
+            # Setting the stream takes the workspace away again.
+            cublas.set_workspace(self.pointer, self.workspace.ptr, WORKSPACE_BYTES)
+            self.stream = stream
+
+
+def _handle():
+    """The bindings, and this thread's handle of the current GPU set to the current stream."""
+    import cupy
+    from nvmath.bindings import cublas
+
+    if not hasattr(_local, "handles"):
+        _local.handles = {}
+    number = cupy.cuda.runtime.getDevice()
+    if number not in _local.handles:
+        _local.handles[number] = _Handle(cupy, cublas)
+    handle = _local.handles[number]
+    handle.use_stream(cublas, cupy.cuda.get_current_stream().ptr)
+    return cublas, handle.pointer
+
+
+def _simulate(a, b, out, transpose_a, transpose_b, alpha, beta) -> None:
+    _sizes(a, b, out, transpose_a, transpose_b)
+    left, right = a.astype(np.float32), b.astype(np.float32)
+    left = left.swapaxes(-1, -2) if transpose_a else left
+    right = right.swapaxes(-1, -2) if transpose_b else right
+    product = np.float32(alpha) * np.matmul(left, right)
+    if beta:
+        product = product + np.float32(beta) * out.astype(np.float32)
+    out[...] = product.astype(out.dtype)
