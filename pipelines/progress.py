@@ -32,7 +32,9 @@ class Progress:
                 console=Console(stderr=True),
             )
             self._bar.start()
-            self._task = self._bar.add_task("train", total=self.total, completed=self.start, facts="")
+            self._task = self._bar.add_task(
+                "train", total=self.total, completed=self.start, facts=""
+            )
         return self
 
     def __exit__(

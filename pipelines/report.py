@@ -80,7 +80,9 @@ def phase_rows(root: Path, ledger: Ledger) -> list[tuple[str, ...]]:
         if not checks:
             continue  # a stage, not a claim
         known = [_known(files.get(name), root, ledger, device) for device in ("cpu", "cuda")]
-        best = {r.check.name: r for each in known if each for r in each.results if r.value is not None}
+        best = {
+            r.check.name: r for each in known if each for r in each.results if r.value is not None
+        }
         shown = [_shown(best[c.name]) for c in checks if c.name in best]
         verdicts = [each.verdict if each else NOT_MEASURED for each in known]
         rows.append((name.upper(), title, *verdicts, "; ".join(shown)))

@@ -63,9 +63,7 @@ def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: S
     if run.name in files:
         facts["code"] = code_fingerprint(files[run.name].path, files[run.name].load().composes)
     bench.ledger.append(
-        verdict_entry(
-            run.name, results, device=run.device, fingerprint=facts, facts=system_facts()
-        )
+        verdict_entry(run.name, results, device=run.device, fingerprint=facts, facts=system_facts())
     )
     out.write_json("gates.json", [check_record(result) for result in results])
     mirror.artifact(out.path / "gates.json")

@@ -33,7 +33,7 @@ BAD = [
     (["seed=1,2"], "seed=1,2", "add -m"),
     (["seed=range(3)"], "seed=range(3)", "add -m"),
     (["data.source=txt"], "data.source=txt", "nearest: text"),
-    (["+@ata.name=[1,2]"], "cannot read", ""),
+    (["+@ata.name=[1,2]"], "cannot read this", ""),
     (["train"], "'train' is not KEY=VALUE", ""),
     (["=3"], "'=3' is not KEY=VALUE", ""),
     (["seed=[1"], "cannot read 'seed=[1'", "quote"),

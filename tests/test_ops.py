@@ -1,4 +1,4 @@
-"""Every sample of every declared op: gradient, parity, hygiene, determinism. Nothing here names an op."""
+"""Every sample of every declared op: gradient, parity, hygiene, determinism. No op is named here."""
 
 import numpy as np
 import pytest
@@ -57,9 +57,7 @@ def test_two_runs_give_identical_bits(op, sample, key):
         arrays = testing.draw(op, sample, float32)
         chosen = implementation(op, key)
         ys, _ = testing.run_pair(op, chosen, testing.draw(op, sample, float32), sample.attrs)
-        ys, dxs = testing.run_pair(
-            op, chosen, arrays, sample.attrs, testing.draw_like(ys, float32)
-        )
+        ys, dxs = testing.run_pair(op, chosen, arrays, sample.attrs, testing.draw_like(ys, float32))
         kept = [arrays[i] for i in op.mutates]
         return [np.asarray(a).tobytes() for a in [*ys, *(dxs or ()), *kept] if a is not None]
 

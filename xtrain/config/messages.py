@@ -33,6 +33,10 @@ def usage_error(error: Exception) -> UsageError:
     """The same refusal as a UsageError of one line."""
     if isinstance(error, UsageError):
         return error
+    if isinstance(error, AssertionError):  # Hydra asserts that a group has a name, and the like
+        return UsageError(
+            "cannot read this: a key is not well-formed; keys are as in train.seq_len"
+        )
     cause = error if error.__cause__ is None else error.__cause__
     for explain in (_choice, _key, _sweep, _syntax, _missing, _value):
         message = explain(error, cause)

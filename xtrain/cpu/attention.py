@@ -81,7 +81,17 @@ def _forward_pair(pair, q, k, v, first, end, scale, p, y):
             for i in range(0, rows, ROWS):
                 for j in range(0, keys, LANES):
                     multiply_tile(
-                        queries, i * Dh, Dh, 1, k_columns, j, S_pad, Dh, scores, i * S_pad + j, S_pad
+                        queries,
+                        i * Dh,
+                        Dh,
+                        1,
+                        k_columns,
+                        j,
+                        S_pad,
+                        Dh,
+                        scores,
+                        i * S_pad + j,
+                        S_pad,
                     )
             for i in range(rows):
                 at = start + i
@@ -93,7 +103,17 @@ def _forward_pair(pair, q, k, v, first, end, scale, p, y):
             for i in range(0, rows, ROWS):
                 for d in range(0, D_pad, LANES):
                     multiply_tile(
-                        scores, i * S_pad, S_pad, 1, v_rows, d, D_pad, keys, sums, i * D_pad + d, D_pad
+                        scores,
+                        i * S_pad,
+                        S_pad,
+                        1,
+                        v_rows,
+                        d,
+                        D_pad,
+                        keys,
+                        sums,
+                        i * D_pad + d,
+                        D_pad,
                     )
             for i in range(rows):
                 for d in range(Dh):
@@ -146,7 +166,10 @@ def _backward_pair(pair, dy, q, k, v, p, end, scale, dq, dk, dv):
             k_rows[j, d] = k[b, kv, j, d]
     dk_rows, dv_rows = np.zeros((S_pad, D_pad), np.float32), np.zeros((S_pad, D_pad), np.float32)
     q_rows, dy_rows = np.zeros((BLOCK, D_pad), np.float32), np.zeros((BLOCK, D_pad), np.float32)
-    probabilities, dscores = np.zeros((BLOCK, S_pad), np.float32), np.zeros((BLOCK, S_pad), np.float32)
+    probabilities, dscores = (
+        np.zeros((BLOCK, S_pad), np.float32),
+        np.zeros((BLOCK, S_pad), np.float32),
+    )
     sums = np.empty((BLOCK, D_pad), np.float32)
     for h in range(kv * group, (kv + 1) * group):
         for start in range(0, q.shape[2], BLOCK):

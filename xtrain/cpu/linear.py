@@ -35,7 +35,7 @@ def linear_functions(multiply):
         dweight = multiply(dy_rows, rows, transpose_a=True)
         if into[0] is None:
             return dx, dweight
-        into[0] += dweight
+        into[0][...] += dweight
         return dx, None
 
     return forward, backward

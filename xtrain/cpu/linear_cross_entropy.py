@@ -124,7 +124,9 @@ def _run(x, weight, targets, vocab_size, coefficient, dweight):
         used = (last - first + LANES - 1) // LANES
         _load_panels(x, first, last, panels)
         for part in prange(parts):
-            _score(panels, used, weight, vocab_size, np.int64(part), train, E, shift, total, partial)
+            _score(
+                panels, used, weight, vocab_size, np.int64(part), train, E, shift, total, partial
+            )
         for token in prange(first, last):
             i = np.int64(token)
             lane = i - first
@@ -141,7 +143,9 @@ def _run(x, weight, targets, vocab_size, coefficient, dweight):
                     dx[i, d] = summed - coefficient[i] * weight[targets[i], d]
         if train:
             for part in prange(parts):
-                _spread(x, first, last, used * LANES, vocab_size, np.int64(part), E, factor, dweight)
+                _spread(
+                    x, first, last, used * LANES, vocab_size, np.int64(part), E, factor, dweight
+                )
             for i in range(first, last):
                 for d in range(D):
                     dweight[targets[i], d] -= coefficient[i] * x[i, d]

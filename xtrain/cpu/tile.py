@@ -16,14 +16,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _FEATURES = llvm.get_host_cpu_features()
-_WIDTH = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4  # floats in a register
+_WIDTH = (
+    16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4
+)  # floats in a register
 ROWS = 4 if _WIDTH == 8 else 8  # AVX2 has 16 registers; AVX-512 and NEON have 32
 LANES = 2 * _WIDTH  # ROWS * 2 independent accumulators cover the latency of a multiply-add
 
 _INDEX = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), _WIDTH)
 _INTEGERS = ir.VectorType(ir.IntType(32), _WIDTH)
-_ROUND = 12582912.0 + 127  # adding 1.5 * 2**23 leaves the nearest integer in the low bits; 127: exponent bias
+_ROUND = (
+    12582912.0 + 127
+)  # adding 1.5 * 2**23 leaves the nearest integer in the low bits; 127: exponent bias
 _EXP2 = (  # minimax polynomial of 2**f on [-0.5, 0.5], lowest order first; relative error 7.5e-8
     1.0000001192092896,
     0.6931469440460205,
@@ -65,8 +69,24 @@ def add_multiply_tile(context, a, a_start, a_row, a_k, b, b_start, b_k, count, c
 
 @intrinsic
 def exp2_tile(
-    context, a, a_start, a_row, a_k, b, b_start, b_k, count, bias, bias_start,
-    shift, start, total, peak, c, c_start, c_row,
+    context,
+    a,
+    a_start,
+    a_row,
+    a_k,
+    b,
+    b_start,
+    b_k,
+    count,
+    bias,
+    bias_start,
+    shift,
+    start,
+    total,
+    peak,
+    c,
+    c_start,
+    c_row,
 ):
     """Set a tile of C to 2**(z - shift), z[i, j] = (A B)[i, j] + bias[i]; shift is by column.
 
@@ -75,8 +95,23 @@ def exp2_tile(
     C and `total` are meaningless.
     """
     signature = types.void(
-        a, a_start, a_row, a_k, b, b_start, b_k, count, bias, bias_start,
-        shift, start, total, peak, c, c_start, c_row,
+        a,
+        a_start,
+        a_row,
+        a_k,
+        b,
+        b_start,
+        b_k,
+        count,
+        bias,
+        bias_start,
+        shift,
+        start,
+        total,
+        peak,
+        c,
+        c_start,
+        c_row,
     )
 
     def emit(context, builder, signature, args):
@@ -131,7 +166,9 @@ class _Tile:
                 for column in range(2):
                     total = sums[row, column]
                     product = builder.fmul(scalar, columns[column], flags=("contract",))
-                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+                    builder.store(
+                        builder.fadd(builder.load(total), product, flags=("contract",)), total
+                    )
         return [(row, column, builder.load(total)) for (row, column), total in sums.items()]
 
     def broadcast(self, array, start, row, row_stride):

@@ -3,7 +3,7 @@
 A kernel has a fixed signature of pointers and scalars. Numba compiles it to PTX (no driver needed),
 nvJitLink to a cubin, and CuPy loads and launches that on its current stream with the arrays' bare
 addresses. Numba's own launch takes 33 to 90 us a kernel, CuPy's 6 us (H200 host), and Numba never
-opens a second context or synchronises on arrays that it is handed, which capture forbids.
+opens a context or synchronises on arrays that it is handed, which capture forbids.
 
 With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays. It runs one
 thread per CUDA thread in Python: samples must be tiny, and it proves indexing and algebra, not
@@ -15,17 +15,23 @@ sizes of local and shared arrays are plain names of the enclosing scope.
 """
 
 import re
+import threading
 from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 from numba import config, cuda, types
 
+from xtrain.cuda import cubins
 from xtrain.errors import UsageError
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
 i32, i64, u32, f32, f64 = types.int32, types.int64, types.uint32, types.float32, types.float64
 _SCALARS = {i32: np.int32, i64: np.int64, u32: np.uint32, f32: np.float32, f64: np.float64}
+_NULL = np.uint64(0)
+_loading = threading.RLock()  # several threads, one a GPU, may meet a kernel for the first time
 
 
 def pointer(dtype) -> types.CPointer:
@@ -41,7 +47,7 @@ def storage_name(dtype) -> str:
 
 def device_function(fn: Callable) -> Callable:
     """A function that kernels call; in the simulator it is the plain function itself."""
-    return fn if SIMULATED else cuda.jit(device=True, inline="always")(fn)
+    return fn if SIMULATED else cuda.jit(device=True)(fn)
 
 
 class Kernel:
@@ -67,16 +73,18 @@ class Kernel:
         import cupy
 
         number = cupy.cuda.runtime.getDevice()
-        if number not in self._functions:
-            self._functions[number] = self._load(cupy)
-        self._functions[number]((grid,), (block,), _packed(self.signature, args))
+        function = self._functions.get(number)
+        if function is None:
+            function = self._functions[number] = self._load(cupy)
+        function((grid,), (block,), _packed(self.signature, args))
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """PTX for a compute capability such as (9, 0); needs numba-cuda, but no driver."""
         if not hasattr(cuda, "compile"):
             raise UsageError("numba-cuda is not installed: kernels cannot be compiled")
         signature = types.void(*self.signature)
-        text, _ = cuda.compile(self.fn, signature, device=False, abi="numba", cc=capability)
+        with _loading, _compiling_for(capability):
+            text, _ = cuda.compile(self.fn, signature, device=False, abi="numba", cc=capability)
         mangled = re.search(r"\.visible \.entry (\w+)\(", text).group(1)
         return text.replace(mangled, self.name)
 
@@ -89,26 +97,48 @@ class Kernel:
         return Linker(code, options=options).link("cubin").code
 
     def _load(self, cupy):
-        capability = cupy.cuda.Device().compute_capability
-        module = cupy.cuda.function.Module()
-        module.load(self.cubin((int(capability[:-1]), int(capability[-1]))))
-        return module.get_function(self.name)
+        capability = tuple(map(int, re.fullmatch(r"(\d+)(\d)", _capability(cupy)).groups()))
+        with _loading:
+            machine_code = cubins.kept(self, capability)
+            module = cupy.cuda.function.Module()
+            module.load(machine_code)
+            return module.get_function(self.name)
+
+
+def _capability(cupy) -> str:
+    return cupy.cuda.Device().compute_capability
 
 
 def _packed(signature, args) -> list:
     """Arguments as CuPy packs them: arrays by address, scalars in the signature's exact type."""
     packed = []
     for kind, arg in zip(signature, args, strict=True):
-        if kind in _SCALARS:
-            packed.append(_SCALARS[kind](arg))
-            continue
-        assert arg is None or _fits(kind, arg), (kind, arg.dtype, arg.shape, arg.strides)
-        packed.append(np.uint64(0) if arg is None else arg)
+        scalar = _SCALARS.get(kind)
+        if scalar is not None:
+            packed.append(scalar(arg))
+        elif arg is None:
+            packed.append(_NULL)
+        else:
+            assert _fits(kind, arg), (kind, arg.dtype, arg.shape, arg.strides)
+            packed.append(arg)
     return packed
 
 
 def _fits(kind, array) -> bool:
-    return array.flags.c_contiguous and storage_name(array.dtype) == str(kind.dtype)
+    return array.flags.c_contiguous and storage_name(array.dtype) == kind.dtype.name
+
+
+@contextmanager
+def _compiling_for(capability: tuple[int, int]):
+    """Tell Numba what device functions are compiled for; it asks the driver otherwise."""
+    from numba.cuda import dispatcher
+
+    asks_the_driver = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = asks_the_driver
 
 
 def _simulate(fn, signature, grid, block, args) -> None:
@@ -118,7 +148,5 @@ def _simulate(fn, signature, grid, block, args) -> None:
             simulated.append(_SCALARS[kind](arg))
             continue
         assert arg is None or _fits(kind, arg), (kind, arg.dtype, arg.shape, arg.strides)
-        # The simulator hands the kernel its own copy of 0-d arrays; a null pointer is never read.
-        view = None if arg is None else arg.reshape(-1).view(str(kind.dtype))
-        simulated.append(view)
+        simulated.append(None if arg is None else arg.reshape(-1).view(kind.dtype.name))
     cuda.jit(fn)[grid, block](*simulated)

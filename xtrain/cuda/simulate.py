@@ -27,7 +27,7 @@ def measure_matmul() -> dict[str, float]:
     found = {}
     source = np.random.default_rng(2)
     M, N, K = 67, 9, 37
-    for (transpose_a, transpose_b) in matmul.KERNELS:
+    for transpose_a, transpose_b in matmul.KERNELS:
         a = source.standard_normal((K, M) if transpose_a else (M, K)).astype(np.float32)
         b = source.standard_normal((N, K) if transpose_b else (K, N)).astype(np.float32)
         c = matmul.multiply(np, a, b, transpose_a=transpose_a, transpose_b=transpose_b)

@@ -185,7 +185,12 @@ def load_bits(array, start, left):
     a, b, c, d = load_word(array, start if left > 0 else 0)
     zero = uint32(0)
     exists = left > 0
-    return a if exists else zero, b if exists else zero, c if exists else zero, d if exists else zero
+    return (
+        a if exists else zero,
+        b if exists else zero,
+        c if exists else zero,
+        d if exists else zero,
+    )
 
 
 @device_function

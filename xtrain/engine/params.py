@@ -38,7 +38,7 @@ class Parameter(Tensor):
     rows: rows that are real; the rest is padding, initialized to zero and never updated.
     """
 
-    __slots__ = ("declared", "decay", "parts", "rows", "std")
+    __slots__ = ("decay", "declared", "parts", "rows", "std")
 
     def __init__(self, shape, *, std: float | None, decay: bool, rows=None, parts=()):
         super().__init__(None, requires_grad=True)
@@ -122,7 +122,7 @@ class FlatBuffers:
         self.refresh_copy()
 
     def refresh_copy(self) -> None:
-        """Round the master weights into the bf16 copy, after something other than a step set them."""
+        """Round the masters into the bf16 copy, after something other than a step set them."""
         if self.copy is not None:
             self.copy[...] = self.master[: self.decayed].astype(bfloat16)
 

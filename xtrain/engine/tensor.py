@@ -176,8 +176,6 @@ def backward(outputs: list[Tensor], gradients: list) -> None:
         receive(tensor, gradient)
     while queue:
         node = heapq.heappop(queue)[2]
-        for tensor, gradient in zip(
-            node.inputs, node.backward(pending.pop(node)), strict=True
-        ):
+        for tensor, gradient in zip(node.inputs, node.backward(pending.pop(node)), strict=True):
             if gradient is not None and isinstance(tensor, Tensor):
                 receive(tensor, gradient)

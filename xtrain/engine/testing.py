@@ -115,7 +115,8 @@ def gradient_error(op: Op, sample: Sample) -> float:
         def along(t, group=group):
             moved = [a + t * directions[i] if i in group else a for i, a in enumerate(arrays)]
             return sum(
-                float((np.asarray(y.data) * d).sum()) for y, d in zip(outputs(moved), dys, strict=True)
+                float((np.asarray(y.data) * d).sum())
+                for y, d in zip(outputs(moved), dys, strict=True)
             )
 
         numeric = (along(STEP) - along(-STEP)) / (2 * STEP)

@@ -42,9 +42,7 @@ class Attention(Module):
         c, Dh = config, config.head_dim
         std = c.initializer_range
         q, kv = c.num_attention_heads * Dh, c.num_key_value_heads * Dh
-        self.qkv_proj = Linear(
-            c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, std=std
-        )
+        self.qkv_proj = Linear(c.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, std=std)
         self.o_proj = Linear(q, c.hidden_size, std=residual_std(c))
         self.q_norm = RMSNorm(Dh, eps=c.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(Dh, eps=c.rms_norm_eps) if qk_norm else None
@@ -91,7 +89,9 @@ class Block(Module):
     def __call__(self, stream: tuple, context: Context) -> tuple:
         """stream: (residual,) before the first block, else (delta, residual), each (B, T, D)."""
         if self.remat_mode == "block":
-            return remat(lambda *s: self.mlp_half(*self.attention_half(s, context), context), *stream)
+            return remat(
+                lambda *s: self.mlp_half(*self.attention_half(s, context), context), *stream
+            )
         delta, residual = self.attention_half(stream, context)
         if self.remat_mode == "mlp":
             return remat(lambda d, r: self.mlp_half(d, r, context), delta, residual)

@@ -19,7 +19,7 @@ class Hooks:
     """What the loop asks of its surroundings, as plain functions.
 
     log(step, values): one line of metrics.  evaluate(step): evaluate and log.  save(step): keep a
-    checkpoint of what `step` steps have made.  stop() -> signal number that asks for an end, or None.
+    checkpoint of what `step` steps have made.  stop(): the signal that asks for an end, or None.
     """
 
     log: Callable[[int, dict], None]

@@ -23,7 +23,14 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model, optimizer: AdamW, objective: Callable, *, seed: int, device: Device, dropout: float
+        self,
+        model,
+        optimizer: AdamW,
+        objective: Callable,
+        *,
+        seed: int,
+        device: Device,
+        dropout: float,
     ):
         self.model, self.optimizer, self.objective = model, optimizer, objective
         self.seed, self.device, self.dropout = seed, device, dropout
@@ -41,7 +48,8 @@ class TrainingStep:
         for name, array in batch.items():
             if self.batch[name].shape != array.shape:
                 raise ValueError(
-                    f"batch[{name!r}] is {array.shape}, the step was made for {self.batch[name].shape}"
+                    f"batch[{name!r}] is {array.shape}, "
+                    f"the step was made for {self.batch[name].shape}"
                 )
             self.device.write(self.batch[name], array)
         self.device.write(self.keys, keys)

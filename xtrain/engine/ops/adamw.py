@@ -6,8 +6,8 @@
 p, g, m, v: (n,) fp32, modified.  hyper: (5,) fp32 on the device, [lr, bias1, sqrt(bias2), clip,
 apply]; with apply = 0 (a gradient that is not finite) only the gradient is zeroed. Weight decay
 applies to the first `decayed` elements. copy: bf16, or None; its elements are set to the rounded
-weights, in the same pass; it may be shorter than p. Each element takes one fp32 rounding an operation, in the
-order of `xtrain.engine.scalar`, so every backend agrees bit for bit.
+weights, in the same pass; it may be shorter than p. Each element takes one fp32 rounding an
+operation, in the order of `xtrain.engine.scalar`, so every backend agrees bit for bit.
 Source: Loshchilov and Hutter, arXiv:1711.05101; eps is outside the corrected root, as in PyTorch.
 """
 

@@ -141,9 +141,7 @@ token_logprob = Op(
     Implementation(logprob_forward, logprob_backward, accumulates=(1,)),
     check=check_logprob,
     samples=tuple(
-        Sample(
-            name, (normal(*n, d), normal(rows, d), ids(v, *n)), {"vocab_size": v}, reduced=v
-        )
+        Sample(name, (normal(*n, d), normal(rows, d), ids(v, *n)), {"vocab_size": v}, reduced=v)
         for name, n, d, v, rows in SHAPES
     ),
 )

@@ -1,4 +1,4 @@
-"""Softmax over the last axis: y = exp(x - max) / sum. Computed in at least fp32; y has x's dtype."""
+"""Softmax over the last axis: y = exp(x - max) / sum, in at least fp32; y has x's dtype."""
 
 from xtrain.engine.dtype import upcast
 from xtrain.engine.op import Implementation, Op, Sample, normal

@@ -1,0 +1,210 @@
+"""The device, its products and the captured training step, on a GPU."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from xtrain.engine import device as devices
+from xtrain.engine.dtype import bfloat16, float32
+from xtrain.engine.params import FlatBuffers
+from xtrain.errors import OutOfDeviceMemory, UsageError
+from xtrain.models.config import Qwen3Config
+from xtrain.models.qwen3 import Qwen3
+from xtrain.train.config import OptimConfig
+from xtrain.train.objectives import next_token
+from xtrain.train.optimizer import AdamW
+from xtrain.train.step import TrainingStep
+
+pytestmark = pytest.mark.cuda
+
+CONFIG = Qwen3Config(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    vocab_size=301,
+)
+
+
+@pytest.fixture
+def device():
+    try:
+        return devices.use("cuda")
+    except UsageError as problem:
+        pytest.skip(str(problem))
+
+
+def make_step(device, precision="fp32", *, dropout=0.0, remat="none") -> TrainingStep:
+    model = Qwen3(CONFIG, dropout=dropout, remat_mode=remat)
+    buffers = FlatBuffers(model.named_parameters(), device, precision)
+    buffers.initialize(3, device)
+    optimizer = AdamW(buffers, OptimConfig(lr=1e-3), device)
+    return TrainingStep(model, optimizer, next_token, seed=5, device=device, dropout=dropout)
+
+
+def batch_of(step: int, *, accumulation=2, rows=3, length=17) -> dict[str, np.ndarray]:
+    source = np.random.default_rng(step)
+    ids = source.integers(0, CONFIG.vocab_size, (accumulation, rows, length + 1)).astype(np.int32)
+    targets = ids[..., 1:].copy()
+    targets[source.random(targets.shape) < 0.1] = -100
+    return {"input_ids": ids[..., :-1].copy(), "targets": targets}
+
+
+def train(device, steps: int, **options) -> tuple[np.ndarray, np.ndarray]:
+    """(loss, norm) of every step, and the final weights."""
+    step = make_step(device, **options)
+    trace = []
+    for number in range(steps):
+        step.load(batch_of(number), number, 1e-3)
+        trace.append([float(device.host(value)) for value in step.run()])
+    return np.array(trace), device.host(step.optimizer.buffers.master)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_captured_step_trains_as_the_eager_one_bit_for_bit(device, precision):
+    captured = train(device, 100, precision=precision, dropout=0.1)
+    device.captures = False
+    eager = train(device, 100, precision=precision, dropout=0.1)
+    for ours, theirs in zip(captured, eager, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert captured[0][-1, 0] < captured[0][0, 0]
+
+
+def test_recomputation_is_captured_and_changes_no_bit(device):
+    plain, again = train(device, 6), train(device, 6, remat="block")
+    np.testing.assert_array_equal(plain[1], again[1])
+
+
+def test_a_steady_step_asks_the_driver_for_no_memory(device):
+    step = make_step(device, "bf16")
+    for number in range(5):
+        step.load(batch_of(number), number, 1e-3)
+        step.run()
+    before = device.memory().allocations
+    for number in range(5, 10):
+        step.load(batch_of(number), number, 1e-3)
+        step.run()
+    device.synchronize()
+    assert step.run.is_captured
+    assert device.memory().allocations == before
+
+
+def test_a_batch_of_another_shape_is_refused_by_name(device):
+    step = make_step(device)
+    step.load(batch_of(0), 0, 1e-3)
+    with pytest.raises(ValueError, match="input_ids"):
+        step.load(batch_of(1, rows=4), 1, 1e-3)
+
+
+def test_a_replay_names_the_input_that_was_replaced(device):
+    arrays = {"left": device.xp.ones(4), "right": device.xp.ones(4)}
+    run = device.capture(lambda: arrays["left"] + arrays["right"], lambda: arrays)
+    for _ in range(3):
+        run()
+    arrays["right"] = device.xp.ones(4)
+    with pytest.raises(ValueError, match="right"):
+        run()
+
+
+def test_a_replay_reads_what_was_written_into_its_inputs(device):
+    x = device.array(np.zeros(4, np.float32))
+    run = device.capture(lambda: 2 * x)
+    for number in range(6):
+        device.write(x, np.full(4, number, np.float32))
+        np.testing.assert_array_equal(device.host(run()), np.full(4, 2 * number))
+
+
+def test_results_outlive_the_captured_step(device):
+    run = device.capture(lambda: device.xp.arange(5.0) + 1)
+    for _ in range(3):
+        result = run()
+    del run
+    gc.collect()
+    device.xp.zeros(1 << 20)
+    np.testing.assert_array_equal(device.host(result), np.arange(5.0) + 1)
+
+
+def test_a_step_that_reads_on_the_host_fails_and_leaves_the_device_usable(device):
+    def reads(x=device.xp.ones(3)):
+        return device.xp.asarray(float(x.sum()))
+
+    run = device.capture(reads)
+    run(), run()
+    with pytest.raises(Exception, match=r"(?i)captur"):
+        run()
+    assert device.host(device.xp.ones(3).sum()) == 3
+
+
+def test_written_values_do_not_change_with_the_host_array_afterwards(device):
+    x, host = device.array(np.zeros(1000, np.int32)), np.zeros(1000, np.int32)
+    for number in range(20):
+        host[...] = number
+        device.write(x, host)
+        host[...] = -1
+        assert (device.host(x) == number).all()
+
+
+def test_a_full_memory_is_one_line_that_says_what_would_fit(device):
+    with pytest.raises(OutOfDeviceMemory) as raised:
+        device.xp.empty(1 << 46, np.uint8)
+    assert "\n" not in str(raised.value) and "train.accumulation" in str(raised.value)
+
+
+def test_waiting_inside_a_step_and_capturing_it_exclude_each_other(device):
+    device.op_sync = True
+    with pytest.raises(UsageError, match=r"features\.op_sync"):
+        device.capture(lambda: None)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("dtype, limit", [(float32, 1e-6), (bfloat16, 4e-3)])
+def test_products_agree_with_float64(device, dtype, limit, transpose_a, transpose_b):
+    from xtrain.cuda.gemm import gemm
+
+    source = np.random.default_rng(1)
+    a = source.standard_normal((96, 72) if transpose_a else (72, 96)).astype(dtype)
+    b = source.standard_normal((40, 96) if transpose_b else (96, 40)).astype(dtype)
+    out = device.xp.full((72, 40), np.nan, np.float32).astype(dtype)
+    gemm(
+        device.array(a),
+        device.array(b),
+        out,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        alpha=0.5,
+    )
+    left, right = (m.astype(np.float64) for m in (a, b))
+    truth = 0.5 * (left.T if transpose_a else left) @ (right.T if transpose_b else right)
+    error = device.host(out).astype(np.float64) - truth
+    assert np.linalg.norm(error) <= limit * np.linalg.norm(truth)
+
+
+def test_a_bf16_product_is_added_to_an_fp32_buffer(device):
+    from xtrain.cuda.gemm import gemm
+
+    source = np.random.default_rng(2)
+    dy, x = (source.standard_normal((64, n)).astype(bfloat16) for n in (24, 40))
+    buffer = device.xp.ones((24, 40), np.float32)
+    gemm(device.array(dy), device.array(x), buffer, transpose_a=True, beta=1.0)
+    truth = 1 + dy.astype(np.float64).T @ x.astype(np.float64)
+    error = device.host(buffer) - truth
+    assert np.linalg.norm(error) <= 1e-6 * np.linalg.norm(truth)
+
+
+def test_a_batched_product_of_slices_writes_only_its_slice(device):
+    from xtrain.cuda.gemm import gemm_batched
+
+    source = np.random.default_rng(3)
+    q, k = (source.standard_normal((6, n, 16)).astype(np.float32) for n in (32, 24))
+    out = device.xp.zeros((6, 32, 24), np.float32)
+    gemm_batched(
+        device.array(q)[:, 8:16], device.array(k)[:, :16], out[:, 8:16, :16], transpose_b=True
+    )
+    truth = np.zeros((6, 32, 24))
+    truth[:, 8:16, :16] = q[:, 8:16].astype(np.float64) @ k[:, :16].swapaxes(1, 2)
+    np.testing.assert_allclose(device.host(out), truth, atol=1e-5)
