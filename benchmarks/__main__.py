@@ -11,7 +11,7 @@ import sys
 NAMES = {
     "cpu_train": "the training step of v0 on the CPU, 8 x 64 tokens, fp32",
     "train_step": "the training step of --model on the GPU",
-    "ops": "every op with a kernel against its byte or FLOP floor",
+    "ops": "every op of a training step against its byte or FLOP floor",
     "profile": "one training step, time by op and by kernel against their floors",
 }
 THREAD_VARIABLES = (
@@ -32,7 +32,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("name", nargs="?", help="what to measure; all this device can when absent")
     parser.add_argument("--peer", action="store_true", help="run the PyTorch peer in turn")
-    parser.add_argument("--peer-mode", choices=("compile", "eager"), help="default: compile")
+    parser.add_argument("--peer-mode", choices=("compile", "eager"), help="compile on a GPU")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.add_argument("--model", help="a name in conf/model (v0 on the CPU, v9 on a GPU)")
     parser.add_argument("--batch", type=int, help="sequences in a micro-batch (8, or 32)")
@@ -79,9 +79,13 @@ def _usage(message: str) -> int:
 
 
 def _possible() -> list[str]:
+    return ["cpu_train", "train_step", "ops"] if _has_gpu() else ["cpu_train", "ops"]
+
+
+def _has_gpu() -> bool:
     from xtrain.engine.device import resolve
 
-    return ["cpu_train"] if resolve("auto") == "cpu" else [n for n in NAMES if n != "profile"]
+    return resolve("auto") == "cuda"
 
 
 def _run(name: str, options: argparse.Namespace, threads: int) -> list:
@@ -89,7 +93,7 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
         case "ops":
             from benchmarks.ops import measure_ops
 
-            return measure_ops(options.op)
+            return measure_ops(_work(options, on_gpu=_has_gpu()), options.op)
         case "profile":
             from benchmarks.profile import profile_step
 
@@ -97,7 +101,8 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
     from benchmarks.train_step import measure
 
     on_gpu = name == "train_step"
-    peer = (options.peer_mode or "compile") if options.peer else None
+    default_mode = "compile" if on_gpu else "eager"  # on a CPU compiling gains nothing
+    peer = (options.peer_mode or default_mode) if options.peer else None
     if peer and not on_gpu:
         import torch
 
@@ -106,7 +111,7 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
         measure(
             name,
             _work(options, on_gpu=on_gpu),
-            device_name="cuda" if on_gpu else "cpu",
+            backend="cuda" if on_gpu else "cpu",
             rounds=options.rounds,
             steps=options.steps,
             peer=peer,

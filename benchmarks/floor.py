@@ -1,8 +1,8 @@
-"""What a training step must at least cost: products and bytes over the rates the device reaches.
+"""What work must at least cost: products and bytes over the rates that the device reaches.
 
 FLOP of a token = 6 (core + head) + 6 layers width seq: forward and backward of every product, and
 of causal attention's half. Optimizer bytes of a parameter: master, gradient and two moments read
-and written, and the bf16 copy written. The rates are measured here (CPU) or given (GPU), so the
+and written, and the bf16 copy written. The rates are measured where the benchmark runs, so the
 floor is one that this machine could reach, not a datasheet's.
 """
 
@@ -13,9 +13,7 @@ import numpy as np
 
 from xtrain.models.config import Qwen3Config
 
-H200_FLOPS = 790e12  # bf16 products a second, measured on an H200, driver 580, CUDA 13
-H200_FP32_FLOPS = 50e12  # fp32 products a second without TF32; the datasheet's 67e12 is not reached
-H200_BYTES = 4.2e12  # bytes read and written a second by a copy, same machine
+MFU_FLOPS = 790e12  # by convention: bf16 products a second of an H200, measured at 8192 cubed
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,10 @@ class Rates:
 
     flops: float
     bytes: float
+
+    def floor_s(self, *, flop: float, bytes_moved: float) -> float:
+        """Seconds of the larger of the two, for work that overlaps both."""
+        return max(flop / self.flops, bytes_moved / self.bytes)
 
 
 def flop_per_token(config: Qwen3Config, seq: int) -> float:
@@ -48,21 +50,92 @@ def step_floor_s(
     return tokens * flop_per_token(config, seq) / rates.flops + traffic / rates.bytes
 
 
-def gpu_rates(precision: str) -> Rates:
-    return Rates(H200_FLOPS if precision == "bf16" else H200_FP32_FLOPS, H200_BYTES)
+def op_flop(name: str, inputs: tuple, attrs: dict, direction: str) -> float:
+    """FLOP of the products in one op; 0 for ops that only move and combine bytes."""
+    match name:
+        case "linear":
+            x, weight = inputs[:2]
+            return 2.0 * x.size * weight.shape[0] * (1 if direction == "forward" else 2)
+        case "attention":
+            q, k = inputs[:2]
+            return 2.0 * q.size * k.shape[2] * (1 if direction == "forward" else 2.5)
+        case "linear_cross_entropy":
+            x, weight = inputs[:2]
+            in_forward = attrs.get("dweight_into") is not None
+            share = {"forward": 3 if in_forward else 1, "backward": 0 if in_forward else 2}
+            return 2.0 * x.size * weight.shape[0] * share[direction]
+    return 0.0
 
 
-def cpu_rates() -> Rates:
-    """The best of five: an fp32 product of 1024 x 1024 and a copy of 64 MiB, by NumPy."""
+def op_bytes(name: str, inputs: tuple, outputs, *, updated: bool = False) -> float:
+    """Bytes that a forward must read and write; `updated`: inputs are read and written."""
+    if name == "embedding":  # of the table only the rows that are looked up
+        return nbytes(inputs[1]) + 2 * nbytes(outputs)
+    return (2 if updated else 1) * nbytes(inputs) + nbytes(outputs)
+
+
+def op_backward_bytes(name: str, dy, saved, gradients, into) -> float:
+    """Bytes that a backward must move; buffers that are added to are read and written."""
+    if name == "embedding":
+        return 3 * nbytes(dy)
+    return nbytes((dy, saved, gradients)) + 2 * nbytes(into)
+
+
+def nbytes(arrays) -> float:
+    """Bytes of all arrays in a nest of tuples, each counted once."""
+    return float(sum({id(a): a.nbytes for a in flatten(arrays)}.values()))
+
+
+def flatten(nest):
+    """The arrays in a nest of tuples, lists and other things."""
+    if isinstance(nest, (tuple, list)):
+        for item in nest:
+            yield from flatten(item)
+    elif hasattr(nest, "nbytes") and hasattr(nest, "shape"):
+        yield nest
+
+
+def measured_rates(device, precision: str = "fp32") -> Rates:
+    """The best of five of a product and of a copy on the device, in the given precision."""
+    return _cpu_rates() if device.name == "cpu" else _gpu_rates(device, precision)
+
+
+def _cpu_rates() -> Rates:
     a = np.random.default_rng(0).standard_normal((1024, 1024)).astype(np.float32)
     out, source = np.empty_like(a), np.ones(1 << 24, np.float32)
     target = np.zeros_like(source)
-    product = min(_seconds(np.matmul, a, a, out) for _ in range(5))
-    copy = min(_seconds(np.copyto, target, source) for _ in range(5))
+    product = min(_seconds(lambda: np.matmul(a, a, out)) for _ in range(5))
+    copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))
     return Rates(2 * 1024.0**3 / product, 2 * source.nbytes / copy)
 
 
-def _seconds(function, *arguments) -> float:
+def _gpu_rates(device, precision: str) -> Rates:
+    from xtrain.cuda.gemm import gemm
+    from xtrain.engine.dtype import bfloat16, float32
+
+    size = 8192 if precision == "bf16" else 4096
+    drawn = np.random.default_rng(0).standard_normal((size, size)).astype(np.float32)
+    a = device.array(drawn).astype(bfloat16 if precision == "bf16" else float32)
+    out, source = device.xp.empty_like(a), device.xp.ones(1 << 28, np.float32)
+    target = device.xp.zeros_like(source)
+
+    def product():
+        for _ in range(10):
+            gemm(a, a, out)
+        device.synchronize()
+
+    def copy():
+        for _ in range(10):
+            target[...] = source
+        device.synchronize()
+
+    product(), copy()
+    product_s = min(_seconds(product) for _ in range(5)) / 10
+    copy_s = min(_seconds(copy) for _ in range(5)) / 10
+    return Rates(2 * float(size) ** 3 / product_s, 2 * source.nbytes / copy_s)
+
+
+def _seconds(function) -> float:
     started = time.perf_counter()
-    function(*arguments)
+    function()
     return time.perf_counter() - started

@@ -16,6 +16,7 @@ from benchmarks import floor
 from benchmarks.result import Contender, Result, interleave, paired_ratio, versions
 from xtrain.confdir import choices, conf_dir
 from xtrain.engine import device as devices
+from xtrain.engine import rng
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
@@ -72,7 +73,7 @@ class OurStep:
         self.config, self.device = config, device
         self.model = Qwen3(config, remat_mode=work.remat)
         self.buffers = FlatBuffers(self.model.named_parameters(), device, work.precision)
-        self.buffers.initialize(0, device)
+        _draw_weights(self.buffers, device)
         optimizer = AdamW(self.buffers, OptimConfig(lr=LEARNING_RATE), device)
         self.step = TrainingStep(
             self.model, optimizer, next_token, seed=0, device=device, dropout=0.0
@@ -94,11 +95,24 @@ class OurStep:
         return float(self.device.host(self()[0]))
 
 
+def _draw_weights(buffers: FlatBuffers, device) -> None:
+    """Random weights drawn on the device: a model's own, drawn on the host, take a minute at v9."""
+    xp = device.xp
+    key = rng.key_array(xp, 0, 0)
+    for name, p in buffers.parameters.items():
+        weights = buffers.view(buffers.master, name)
+        weights[...] = 1 if p.std is None else 0
+        if p.std is not None:
+            drawn = rng.standard_normal(xp, p.count, key, rng.site_of(name))
+            weights[: p.rows] = p.std * drawn.reshape(p.rows, *p.declared[1:])
+    buffers.refresh_copy()
+
+
 def measure(
-    name: str, work: Work, *, device_name: str, rounds: int, steps: int, peer: str | None
+    name: str, work: Work, *, backend: str, rounds: int, steps: int, peer: str | None
 ) -> Result:
     """Time a step. peer: None, `eager` or `compile`. Unit: tokens a second."""
-    device = devices.use(device_name)
+    device = devices.use(backend)
     config = load_config(work.model, work.seq)
     ours = OurStep(config, work, device)
     theirs = _peer(config, work, ours.batch, device.name, peer) if peer else None
@@ -110,7 +124,8 @@ def measure(
         warm_up=4,
     )
     step_s = statistics.median(our_s)
-    rates = floor.gpu_rates(work.precision) if device.name == "cuda" else floor.cpu_rates()
+    rates = floor.measured_rates(device, work.precision)
+    flop = work.tokens * floor.flop_per_token(config, work.seq)
     floor_s = floor.step_floor_s(
         config,
         tokens=work.tokens,
@@ -123,8 +138,11 @@ def measure(
         "step_ms": step_s * 1e3,
         "spread_ms": (max(our_s) - min(our_s)) * 1e3,
         "floor_ms": floor_s * 1e3,
-        "mfu": work.tokens * floor.flop_per_token(config, work.seq) / step_s / rates.flops,
+        "tflop_s": flop / step_s / 1e12,
+        "of_matrix_rate": flop / step_s / rates.flops,
     }
+    if device.name == "cuda" and work.precision == "bf16":
+        detail["mfu"] = flop / step_s / floor.MFU_FLOPS
     if peer_s:
         detail["peer_step_ms"] = statistics.median(peer_s) * 1e3
     detail |= _device_detail(device, ours, theirs)
@@ -132,7 +150,7 @@ def measure(
     return Result(
         name=name,
         work=_described(work, peer),
-        device=_device_name(device),
+        device=device_name(device),
         unit="tok/s",
         ours=work.tokens / step_s,
         floor=work.tokens / floor_s,
@@ -202,7 +220,8 @@ def _device_detail(device, ours: OurStep, theirs) -> dict:
     return detail
 
 
-def _device_name(device) -> str:
+def device_name(device) -> str:
+    """The device in words, as a figure is quoted with it."""
     if device.name == "cuda":
         return device.description
     from xtrain.machine import system_facts

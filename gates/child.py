@@ -1,4 +1,4 @@
-"""Run this Python in a child process: simulators, kills and missing drivers need one of their own."""
+"""Run this Python in a child: simulators, kills and missing drivers need a process of their own."""
 
 import os
 import subprocess

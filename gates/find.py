@@ -1,6 +1,8 @@
-"""Gate files by name: `T13`, `t13` and `v0` name `gates/t13_<slug>.py` and `gates/v0_<slug>.py`.
+"""Gate files by name: `T13` and `t13` name `gates/t13_<slug>.py`, `v0` the run `conf/run/v0.yaml`.
 
-Finding reads file names only, so that a listing or a misspelt name imports no measurement.
+A run has no gate file, unless it measures something of its own: `gates/trained_run.py` judges all
+by the bars in their files. Finding reads file names only, so that a listing or a misspelt name
+imports no measurement.
 """
 
 import difflib
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gates.gate import Gate
+from xtrain.confdir import choices
 from xtrain.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
@@ -20,13 +23,16 @@ _FILE = re.compile(r"(?P<id>[a-z]+\d+[a-z]?)_\w+")
 
 @dataclass(frozen=True)
 class GateFile:
-    """Where a gate is: its id in lower case and its file."""
+    """Where a gate is: its id in lower case, its file, and whether it is the gate of any run."""
 
     id: str
     path: Path
+    is_of_run: bool = False
 
     def load(self) -> Gate:
         """Import the file and return its GATE. Raises UsageError when it declares another id."""
+        if self.is_of_run:
+            return importlib.import_module("gates.trained_run").gate_of(self.id)
         if self.path.parent == HERE:
             module = importlib.import_module(f"gates.{self.path.stem}")
         else:
@@ -38,9 +44,10 @@ class GateFile:
 
 
 def find_gates(directory: Path = HERE) -> dict[str, GateFile]:
-    """Every gate file of a directory by lower-case id, phases before runs before milestones.
+    """Every gate by lower-case id, phases before runs before milestones.
 
-    Raises UsageError when two files share an id.
+    Of a directory its files; of the project's own also the run files that have none. Raises
+    UsageError when two files share an id.
     """
     found: dict[str, GateFile] = {}
     for path in sorted(directory.glob("*.py")):
@@ -53,6 +60,9 @@ def find_gates(directory: Path = HERE) -> dict[str, GateFile]:
                 f"{found[name].path.name} and {path.name} are both gate {name.upper()}"
             )
         found[name] = GateFile(name, path)
+    if directory == HERE:
+        for name in choices("run"):
+            found.setdefault(name, GateFile(name, HERE / "trained_run.py", is_of_run=True))
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 
@@ -82,10 +92,11 @@ def _nearest(name: str, found: dict[str, GateFile]) -> str:
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    letters = re.match(r"[a-z]+", name)[0]
-    digits, suffix = re.fullmatch(r"[a-z]+(\d+)([a-z]?)", name).groups()
-    kinds = ("t", "v", "m")
-    return kinds.index(letters) if letters in kinds else len(kinds), int(digits), suffix
+    """Numbered kinds first, by number; runs under names of their own come last."""
+    numbered = re.fullmatch(r"([tvm])(\d+)([a-z]?)", name)
+    if not numbered:
+        return 3, 0, name
+    return "tvm".index(numbered[1]), int(numbered[2]), numbered[3]
 
 
 def _import_file(path: Path):

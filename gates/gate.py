@@ -25,6 +25,15 @@ class Failed:
     reason: str
 
 
+class Explained(float):
+    """A value with a line that says what is behind it, shown when it misses its bar."""
+
+    def __new__(cls, value: float, why: str) -> "Explained":
+        explained = super().__new__(cls, value)
+        explained.why = why
+        return explained
+
+
 Measured = float | NotMeasured | Failed
 Measure = Callable[[str], Mapping[str, float | NotMeasured]]
 RunMeasure = Callable[[str, Path], Mapping[str, float | NotMeasured]]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gates.gate import Failed, Measured, NotMeasured
+from gates.gate import Explained, Failed, Measured, NotMeasured
 from xtrain.gate_spec import Check
 
 PASS = "PASS"
@@ -68,4 +68,5 @@ def _judge_one(check: Check, value: Measured | None, device: str) -> CheckResult
         return CheckResult(check, number, FAIL, f"the value is {number}")
     if check.is_met_by(number):
         return CheckResult(check, number, PASS)
-    return CheckResult(check, number, FAIL, f"not {check.op} {check.bar:g}")
+    why = f": {value.why}" if isinstance(value, Explained) and value.why else ""
+    return CheckResult(check, number, FAIL, f"not {check.op} {check.bar:g}{why}")

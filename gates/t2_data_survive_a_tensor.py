@@ -83,6 +83,7 @@ def views(device: str) -> dict[str, float]:
 def zero_size(device: str) -> dict[str, float]:
     """Empty arrays through copies, elementwise ops, sums, products and lookups, and backward."""
     here = devices.use(device)
+    ids = here.array(np.zeros((2, 0), np.int32))
     wrong = 0
     for shape in ((0,), (0, 6), (3, 0), (2, 0, 6)):
         empty = np.zeros(shape, np.float32)
@@ -94,15 +95,22 @@ def zero_size(device: str) -> dict[str, float]:
         wrong += differing_bits(here.host(x.grad), empty)
         turned = ops.transpose(x, axes=tuple(reversed(range(len(shape)))))
         wrong += differing_bits(turned.host(), empty.T)
-    rows = Tensor(here.array(np.zeros((0, 6), np.float32)))
-    weight = Tensor(here.array(np.ones((4, 6), np.float32)))
-    ids = here.array(np.zeros((2, 0), np.int32))
-    for y, shape in (
-        (ops.linear(rows, weight), (0, 4)),
-        (ops.embedding(weight, ids), (2, 0, 6)),
-        (ops.swiglu(rows), (0, 3)),
+    rows, weight, gain = (
+        here.array(a.astype(np.float32)) for a in (np.ones((2, 0, 6)), np.ones((4, 6)), np.ones(6))
+    )
+    for run, shape in (
+        (lambda x, w, g: ops.linear(x, w), (2, 0, 4)),
+        (lambda x, w, g: ops.embedding(w, ids), (2, 0, 6)),
+        (lambda x, w, g: ops.swiglu(x), (2, 0, 3)),
+        (lambda x, w, g: ops.rms_norm(x, g, eps=1e-6), (2, 0, 6)),
     ):
+        leaves = [Tensor(a, requires_grad=True) for a in (rows, weight, gain)]
+        y = run(*leaves)
         wrong += differing_bits(y.host(), np.zeros(shape, np.float32))
+        ops.total(y).backward()
+        for leaf in leaves:
+            if leaf.grad is not None:
+                wrong += differing_bits(here.host(leaf.grad), np.zeros(leaf.shape, np.float32))
     return {"zero_size_mismatches": float(wrong)}
 
 

@@ -55,8 +55,7 @@ def _head_reads_kv_head_by_remainder():
     attention = ops.attention
 
     def wrong(q, k, v, starts, offsets):
-        B, H, T, Dh = q.shape
-        Hk = k.shape[1]
+        H, Hk = q.shape[1], k.shape[1]
         y = attention(_swap(q, H // Hk, Hk), k, v, starts, offsets)
         return _swap(y, Hk, H // Hk)
 

@@ -92,9 +92,11 @@ def _after_restore(owner, name: str, spoil):
         restore(found, *arguments)
         setattr(owner, name, spoil(sound, found.step))
 
-    with mock.patch.object(owner, name, sound):  # puts it back at the end
-        with mock.patch.object(checkpoint, "restore", restore_and_spoil):
-            yield
+    with (
+        mock.patch.object(owner, name, sound),  # puts it back at the end
+        mock.patch.object(checkpoint, "restore", restore_and_spoil),
+    ):
+        yield
 
 
 def _learning_rate_is_off_by_one():
@@ -154,7 +156,7 @@ def _gains_are_decayed_too():
 
 
 def _each_key_is_new():
-    """Random numbers from a counter that survives a training, as a global generator's state does."""
+    """Random numbers go on from where the training before left them, as a global state would."""
     key_array, count = rng.key_array, itertools.count()
     return mock.patch.object(
         rng, "key_array", lambda xp, seed, step, a=0: key_array(xp, seed + next(count), step, a)

@@ -80,11 +80,12 @@ def build(
     seed: int = SEED,
     dropout: float = 0.0,
     remat: str = "none",
+    precision: str = "fp32",
     objective: Callable = next_token,
 ) -> Tiny:
     """A freshly initialized model of a configuration and all that a step needs."""
     model = Qwen3(config, remat_mode=remat, dropout=dropout)
-    buffers = FlatBuffers(model.named_parameters(), device)
+    buffers = FlatBuffers(model.named_parameters(), device, precision)
     buffers.initialize(seed, device)
     optimizer = AdamW(buffers, optim, device)
     step = TrainingStep(model, optimizer, objective, seed=seed, device=device, dropout=dropout)

@@ -1,17 +1,30 @@
-"""What a trained run shows, measured again from its files: the gates of v0 to v12 share it.
+"""What a run shows, measured from its configuration and from its files: the gate of every run.
 
-Nothing is taken from the training process's word: the last checkpoint is loaded (its hashes are
-checked), evaluated on the run's held-out set, and compared with what the same shards give a model
-that knows only word frequencies.
+A run file `conf/run/NAME.yaml` needs no gate file of its own: `gate_of(NAME)` is its gate, and the
+bars stand in the run file. Parameter counts and differences from the parent are known before
+anything is trained; the rest needs a finished run. Nothing is taken from the training process's
+word: the last checkpoint is loaded (its hashes are checked), evaluated on the run's held-out set,
+and compared with what the same shards give a model that knows only word frequencies.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
-from gates.gate import NotMeasured
-from xtrain.config import RunConfig, config_fingerprint, load_saved
+from gates.gate import Defect, Explained, Gate, NotMeasured
+from xtrain.confdir import conf_dir
+from xtrain.config import (
+    RunConfig,
+    compose,
+    config_fingerprint,
+    load_run,
+    load_saved,
+    read_tree,
+    undeclared_differences,
+)
+from xtrain.config.rules import AXES
 from xtrain.data.dataset import prepare, unigram_entropy
 from xtrain.errors import UsageError
 from xtrain.estimate import count_parameters
@@ -20,16 +33,21 @@ from xtrain.track import all_runs, read_metrics
 from xtrain.train import checkpoint
 
 PHASE = "pretrain"
-NAMES = (
+OF_TRAINING = (
     "val_loss",
     "unigram_nats",
     "margin_over_unigram_nats",
-    "params_core",
-    "params_total",
     "trained_tokens",
     "missing_steps",
     "not_finite_losses",
 )
+# For the seeded defect: a key of each axis and another value of it.
+ELSEWHERE = {
+    "model": {"model": {"rope_theta": 12_345.0}},
+    "data": {"data": {"heldout_fraction": 0.123}},
+    "precision": {"optim": {"eps": 1.23e-6}},
+    "infra": {"features": {"batched": False}},
+}
 
 
 def data_cache(out: Path) -> Path:
@@ -41,8 +59,8 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
     """Values of a trained run by check name.
 
     val_loss (nats a token on the held-out set), unigram_nats, margin_over_unigram_nats,
-    params_core, params_total, trained_tokens (of the last checkpoint), missing_steps (training
-    records that metrics.jsonl lacks or has twice), not_finite_losses.
+    trained_tokens (of the last checkpoint), missing_steps (training records that metrics.jsonl
+    lacks or has twice), not_finite_losses; and those of `measure_config`.
     """
     run = replace(load_saved(path / "config.yaml"), device=device)
     found, _ = checkpoint.latest(path / "checkpoints")
@@ -53,7 +71,6 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
     checkpoint.restore(found, learner.buffers, learner.optimizer, learner.device)
     loss = measure(run, learner, eval_windows(run, prepared)).loss
     unigram = unigram_entropy(prepared)
-    counts = count_parameters(run.model, qk_norm=run.features.qk_norm)
     records = read_metrics(path / "metrics.jsonl", "train")
     every, last = run.train.log_every_steps, run.train.total_steps
     wanted = sorted({*range(every, last + 1, every), last})
@@ -63,13 +80,42 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
         loss,
         unigram,
         unigram - loss,
-        counts.core,
-        counts.total,
         found.manifest["tokens"],
         len(logged.symmetric_difference(wanted)) + doubled,
         sum(not math.isfinite(record["loss"]) for record in records),
     )
-    return dict(zip(NAMES, values, strict=True))
+    return dict(zip(OF_TRAINING, values, strict=True)) | measure_config(run)
+
+
+def measure_config(run: RunConfig) -> dict[str, float | NotMeasured]:
+    """What a configuration shows by itself.
+
+    params_core, params_total; undeclared_axes: the axes in which it differs from its parent's file
+    without declaring them, with the keys.
+    """
+    counts = count_parameters(run.model, qk_norm=run.features.qk_norm)
+    return {
+        "params_core": counts.core,
+        "params_total": counts.total,
+        "undeclared_axes": undeclared_axes(run),
+    }
+
+
+def undeclared_axes(run: RunConfig) -> float | NotMeasured:
+    """How many axes differ from the parent's undeclared; NotMeasured when there is no such file."""
+    if run.parent is None:
+        return 0.0
+    try:
+        found = undeclared_differences(run, composed(run.parent))
+    except UsageError as error:
+        return NotMeasured(f"parent={run.parent}: {error}")
+    keys = (f"{axis} ({', '.join(keys)})" for axis, keys in found.items())
+    return Explained(len(found), f"differs from {run.parent} in {', '.join(keys)}")
+
+
+def composed(name: str) -> RunConfig:
+    """The run as its file has it. Raises UsageError for an unknown name."""
+    return load_run(compose([f"run={name}"]))
 
 
 def fingerprints(path: Path) -> dict[str, str]:
@@ -88,23 +134,64 @@ def latest_run(name: str, out: Path) -> Path | None:
     return finished[-1].path if finished else None
 
 
-def run_measure(name: str):
-    """The `run_measures` entry of the gate of a run."""
+def gate_of(name: str) -> Gate:
+    """The gate of a run: of its newest finished training, or of its file as far as that goes."""
 
-    def measure_latest(device: str, out: Path) -> Mapping[str, float | NotMeasured]:
+    def of_config(device: str) -> Mapping[str, float | NotMeasured]:
+        return measure_config(composed(name))
+
+    def of_latest(device: str, out: Path) -> Mapping[str, float | NotMeasured]:
         path = latest_run(name, out)
         if path is None:
-            return dict.fromkeys(NAMES, NotMeasured(f"no finished run: xtrain run={name}"))
+            return dict.fromkeys(OF_TRAINING, NotMeasured(f"no finished run: xtrain run={name}"))
         return measure_run(path, device, out)
-
-    return measure_latest
-
-
-def run_artifact(name: str):
-    """The `artifact` of the gate of a run: fingerprints of the newest finished one."""
 
     def artifact(device: str, out: Path) -> Mapping[str, str]:
         path = latest_run(name, out)
         return {} if path is None else fingerprints(path)
 
-    return artifact
+    def trained_on(device: str, out: Path) -> str | None:
+        path = latest_run(name, out)
+        return None if path is None else load_saved(path / "config.yaml").data.name
+
+    stated = read_tree(conf_dir() / "run" / f"{name}.yaml")
+    related = [name, stated["parent"]] if stated.get("parent") else [name]
+    return Gate(
+        name,
+        stated.get("gate", {}).get("title", ""),
+        measures=(of_config,),
+        run_measures=(of_latest,),
+        defects=_defects(name, stated, of_config),
+        composes=tuple(f"run/{each}" for each in related),
+        artifact=artifact,
+        trained_on=trained_on,
+    )
+
+
+def _defects(name: str, stated: Mapping, of_config) -> tuple[Defect, ...]:
+    def one_layer_more():
+        layers = composed(name).model.num_hidden_layers + 1
+        return _changed(name, {"model": {"num_hidden_layers": layers}})
+
+    def another_axis():
+        return _changed(name, ELSEWHERE[undeclared[0]])
+
+    undeclared = [axis for axis in AXES if axis not in stated.get("axes", ())]
+    defects = [Defect("one layer more", "params_core", of_config, one_layer_more)]
+    if stated.get("parent") and undeclared:
+        changed = f"undeclared {undeclared[0]}"
+        defects.append(Defect(changed, "undeclared_axes", of_config, another_axis))
+    return tuple(defects)
+
+
+def _changed(name: str, parts: Mapping[str, Mapping]):
+    """A patch under which the file of a run has other values; those of other runs stay."""
+    sound = composed
+
+    def altered(wanted: str) -> RunConfig:
+        run = sound(wanted)
+        if wanted != name:
+            return run
+        return replace(run, **{k: replace(getattr(run, k), **v) for k, v in parts.items()})
+
+    return mock.patch(f"{__name__}.composed", altered)

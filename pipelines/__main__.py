@@ -8,6 +8,7 @@ until a run starts, so that help, completion and refusals are quick.
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -44,6 +45,10 @@ def _execute(run, typed: list[str]) -> int:
     from xtrain.estimate import describe
 
     if run.dry_run:
+        if run.init_from is not None:
+            from pipelines.start import start_from
+
+            run, _ = start_from(run, typed)
         if run.device != "auto":
             check_features(run, run.device)
         print(describe(run))
@@ -142,7 +147,20 @@ def _parse(argv: list[str]):
         )
     if args.resolve and not args.cfg:
         raise UsageError("--resolve goes with --cfg job")
+    args.overrides = [_literal_prompt(each) for each in args.overrides]
     return args
+
+
+def _literal_prompt(override: str) -> str:
+    """A prompt is text as it was typed, whatever it would mean to Hydra: commas, brackets, null."""
+    key, given, text = override.partition("=")
+    if key != "prompt" or not given:
+        return override
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    for _ in range(2):  # the tree is resolved when it is composed and when it is checked
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}"
 
 
 def _show(app, args) -> bool:

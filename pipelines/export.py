@@ -1,11 +1,13 @@
 """Write a trained model as a Hugging Face directory, read it back and compare every bit."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from xtrain.data.hf_tokenizer import write_hf_tokenizer
-from xtrain.data.tokenizer import END_OF_TEXT_ID, VOCAB_SIZE
+from xtrain.data.imported_tokenizer import load_tokenizer
 from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
@@ -13,29 +15,45 @@ from xtrain.models.hf import export, named_tensors
 from xtrain.models.hf_import import load_hf, read_config
 from xtrain.models.qwen3 import Qwen3
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
-def export_model(model: Qwen3, buffers: FlatBuffers, directory: Path) -> dict[str, str]:
-    """Export a model of the GPT-2 vocabulary; returns {file name: sha256}.
 
-    Raises UsageError for another vocabulary (its tokenizer is not known here) and as
+def export_model(
+    model: Qwen3, buffers: FlatBuffers, directory: Path, tokenizer: str | Path | None = None
+) -> dict[str, str]:
+    """Export a model with its tokenizer; returns {file name: sha256}.
+
+    tokenizer: the Hugging Face directory that it is of, whose tokenizer files are copied; None for
+    GPT-2's. Raises UsageError when the model has fewer words than the tokenizer and as
     `xtrain.models.hf.export` does; RuntimeError if what was written does not read back the same.
     """
-    if model.config.vocab_size != VOCAB_SIZE:
+    words = load_tokenizer(tokenizer)
+    if words.vocab_size > model.config.vocab_size:
         raise UsageError(
             f"model.vocab_size={model.config.vocab_size}: the tokenizer that is exported with a "
-            f"model has {VOCAB_SIZE} tokens"
+            f"model has {words.vocab_size} tokens"
         )
-    hashes = export(
-        model,
-        buffers,
-        directory,
-        tokenizer_writer=write_hf_tokenizer,
-        eos_token_id=END_OF_TEXT_ID,
-    )
+    write = write_hf_tokenizer if tokenizer is None else partial(copy_tokenizer, Path(tokenizer))
+    hashes = export(model, buffers, directory, tokenizer_writer=write, eos_token_id=words.eot)
     differing = differing_tensors(buffers, directory)
     if read_config(directory) != model.config or differing:
         raise RuntimeError(f"{directory} does not read back the same: {differing or 'config.json'}")
     return hashes
+
+
+def copy_tokenizer(origin: Path, directory: Path) -> None:
+    """Copy what Hugging Face libraries read of a tokenizer, as far as it is there."""
+    for name in TOKENIZER_FILES:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, directory / name)
 
 
 def differing_tensors(buffers: FlatBuffers, directory: Path) -> list[str]:

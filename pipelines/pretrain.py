@@ -10,7 +10,7 @@ from pathlib import Path
 from pipelines.progress import Progress
 from xtrain.config import RunConfig, config_fingerprint
 from xtrain.data.dataset import Prepared
-from xtrain.data.tokenizer import load_gpt2
+from xtrain.data.imported_tokenizer import load_tokenizer
 from xtrain.infer.generate import generate
 from xtrain.learner import Learner, eval_windows, measure, training_windows
 from xtrain.track import RunDir, read_metrics
@@ -107,13 +107,13 @@ def resume_point(out: RunDir, learner: Learner, wanted: Path | None) -> tuple[in
 
 def sample(run: RunConfig, learner: Learner) -> list[tuple[str, str]]:
     """(prompt, continuation) for each prompt of the run."""
-    tokenizer = load_gpt2()
+    tokenizer = load_tokenizer(run.data.tokenizer)
     prompts = run.train.prompts
     if not prompts or run.train.sample_tokens == 0:
         return []
     ids = generate(
         learner.model,
-        [list(tokenizer.encode_ordinary(p)) for p in prompts],
+        [tokenizer.encode_ordinary(p) or [tokenizer.eot] for p in prompts],
         max_new_tokens=run.train.sample_tokens,
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,

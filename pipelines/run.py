@@ -15,7 +15,7 @@ from gates.trained_run import data_cache
 from pipelines import pretrain, verdict
 from pipelines.prepare import prepare_data
 from pipelines.signals import watch_signals
-from pipelines.start import start_weights
+from pipelines.start import check_vocabulary, load_origin, start_from
 from xtrain.config import (
     BOOKKEEPING,
     RunConfig,
@@ -40,9 +40,25 @@ def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
     after SIGINT or SIGTERM with a complete checkpoint kept.
     """
     run = resolve(run)
+    match run.phase.name:
+        case "decode":
+            from pipelines.decode import decode
+
+            return decode(run, typed, say)
+        case "eval":
+            from pipelines.evaluate import evaluate_run
+
+            return evaluate_run(run, typed, say)
+    return train_and_judge(run, typed)
+
+
+def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
+    """Everything that ends in a verdict; the run is resolved."""
+    run, origin = start_from(run, typed)
     say(describe(run))
     if run.dry_run:
         return 0
+    check_vocabulary(run)
     root = Path(run.out)
     for path in reap_stale(root, say):
         say(f"{path} had no process any more: marked KILLED")
@@ -52,9 +68,9 @@ def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
     training_windows(run, prepared)  # raises when the text is too short for one sequence
     eval_windows(run, prepared)
     wanted = _checkpoint_named(run.resume)
-    learner = build(run)
-    if run.init_from is not None:
-        start_weights(run.init_from, run.model, learner)
+    learner = build(run, initialize=origin is None)
+    if origin is not None:
+        load_origin(origin, learner)
     out, notice = choose_run(
         root,
         run.name,

@@ -31,7 +31,7 @@ def conclude(run: RunConfig, learner: Learner, out: RunDir, mirror: Mirror, say:
     for text in samples:
         say(f"sample: {text.rstrip()}")
     if run.features.qk_norm:  # without it there is no such architecture on Hugging Face
-        export_model(learner.model, learner.buffers, out.path / "export")
+        export_model(learner.model, learner.buffers, out.path / "export", run.data.tokenizer)
         mirror.artifact(out.path / "export", "export")
     mirror.artifact(plot_run(out), "plots")
     mirror.artifact(out.path / "samples.txt")

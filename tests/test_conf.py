@@ -27,7 +27,8 @@ from xtrain.estimate import count_parameters
 
 RUNS = choices("run")
 PHASES = choices("phase")
-TEXT = {"text": ["data.path=somewhere"]}
+STAGES = ["decode", "eval", "pretrain"]  # what a run may do; the other phases are what it claims
+TEXT = {"text": ["data.path=somewhere", "eval.path=somewhere"]}
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +58,18 @@ def test_every_phase_composes_under_its_own_name(load, name):
     run = load(f"phase={name}")
     assert run.phase.name == name
     assert run.phase.title and run.phase.claim
-    assert bool(run.phase.checks) == (name != "pretrain")
+    assert bool(run.phase.checks) == (name not in STAGES)
 
 
-@pytest.mark.parametrize("group", ["model", "data"])
-def test_every_model_and_data_file_composes(load, group):
+@pytest.mark.parametrize("group", ["model", "data", "eval"])
+def test_every_model_data_and_evaluation_set_file_composes(load, group):
     for name in choices(group):
         load(f"{group}={name}", "train.seq_len=32", *TEXT.get(name, []))
 
 
 def test_all_thirteen_runs_and_twenty_one_phases_are_there():
     assert [f"v{n}" for n in range(13)] == RUNS
-    assert ["pretrain", *(f"t{n}" for n in range(1, 22))] == PHASES
+    assert [*STAGES, *(f"t{n}" for n in range(1, 22))] == PHASES
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -137,7 +138,7 @@ def test_a_run_file_opens_with_purpose_cost_and_command(name):
     assert comment[2] == f"#   xtrain run={name}"
 
 
-@pytest.mark.parametrize("name", [phase for phase in PHASES if phase != "pretrain"])
+@pytest.mark.parametrize("name", [phase for phase in PHASES if phase not in STAGES])
 def test_a_phase_has_the_checks_that_a_gate_reads(load, name):
     checks, title, claim = gate_checks(name.upper())
     phase = load(f"phase={name}").phase

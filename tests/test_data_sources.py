@@ -114,8 +114,10 @@ def test_the_hub_loader_streams_the_first_shards_in_order(tmp_path):
     for i in range(3):
         write_parquet(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", {"text": [f"doc {i}"]})
     # A directory is read like a repository on the hub.
-    rows = sources._stream_hub(str(tmp_path), None, "main", "text", 2)
+    rows = sources._stream_hub(str(tmp_path), None, "main", "text", 0, 2)
     assert list(rows) == ["doc 0", "doc 1"]
+    rows = sources._stream_hub(str(tmp_path), None, "main", "text", 2, 3)
+    assert list(rows) == ["doc 2"]
 
 
 @pytest.mark.parametrize("source", ["tinystories", "fineweb_edu"])

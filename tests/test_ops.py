@@ -1,4 +1,4 @@
-"""Every sample of every declared op: gradient, parity, hygiene, determinism. No op is named here."""
+"""Every sample of every declared op: gradient, parity, hygiene, determinism. No op is named."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,11 @@
 """A run's model, storage, optimizer and data on a device: what training and its gate both build."""
 
+import math
 from dataclasses import dataclass
 
 from xtrain.config import RunConfig
 from xtrain.data.dataset import Prepared
+from xtrain.data.eval_set import EvalSet
 from xtrain.data.packing import EvalWindows, PackedWindows
 from xtrain.engine import device as devices
 from xtrain.engine.device import Device
@@ -23,11 +25,20 @@ class Learner:
     device: Device
 
 
-def build(run: RunConfig) -> Learner:
-    """The model of a run with its initial weights; the run's device and features are resolved."""
+def build(run: RunConfig, *, initialize: bool = True) -> Learner:
+    """The model of a run with its initial weights; the run's device and features are resolved.
+
+    initialize: False leaves the weights at zero, for a model that is read from disk.
+    """
     device = devices.use(run.device)
     if run.features.gemm == "tiled":
         device.variants.update({"linear": "tiled", "matmul": "tiled"})
+    device.configure(
+        optimizer=run.features.optimizer,
+        op_sync=run.features.op_sync,
+        pool=run.features.pool,
+        capture=run.features.capture,
+    )
     model = Qwen3(
         run.model,
         qk_norm=run.features.qk_norm,
@@ -35,7 +46,8 @@ def build(run: RunConfig) -> Learner:
         dropout=run.train.dropout,
     )
     buffers = FlatBuffers(model.named_parameters(), device, run.features.precision)
-    buffers.initialize(run.seed, device)
+    if initialize:
+        buffers.initialize(run.seed, device)
     return Learner(model, buffers, AdamW(buffers, run.optim, device), device)
 
 
@@ -66,3 +78,29 @@ def measure(run: RunConfig, learner: Learner, held_out: EvalWindows) -> Evaluati
     """The loss of the learner's model on a held-out set."""
     rows = run.train.batch_size
     return evaluate(learner.model, held_out, batch_size=rows, device=learner.device)
+
+
+def measure_on_set(
+    run: RunConfig, learner: Learner, chosen: EvalSet, max_tokens: int | None = None
+) -> dict:
+    """The result of a model on a named set, as eval.json holds it.
+
+    loss: nats a token, in windows of the run's seq_len. bits_per_byte: the same in bits, over the
+    UTF-8 bytes of the text. Standard errors are of means over tokens. Documents are not kept apart,
+    whatever the run does: every model is asked for every token. max_tokens: only the first ones.
+    """
+    windows = EvalWindows(chosen.shard, seq_len=run.train.seq_len, max_tokens=max_tokens)
+    found = measure(run, learner, windows)
+    bits = chosen.manifest["tokens"] / (math.log(2) * chosen.manifest["bytes"])
+    return {
+        "set": chosen.manifest,
+        "seq_len": run.train.seq_len,
+        "precision": run.features.precision,
+        "device": run.device,
+        "loss": found.loss,
+        "standard_error": found.standard_error,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.loss * bits,
+        "bits_per_byte_standard_error": found.standard_error * bits,
+        "tokens": found.tokens,
+    }

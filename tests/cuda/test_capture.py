@@ -129,7 +129,9 @@ def test_results_outlive_the_captured_step(device):
 
 
 def test_a_step_that_reads_on_the_host_fails_and_leaves_the_device_usable(device):
-    def reads(x=device.xp.ones(3)):
+    x = device.xp.ones(3)
+
+    def reads():
         return device.xp.asarray(float(x.sum()))
 
     run = device.capture(reads)

@@ -23,6 +23,7 @@ from xtrain.config.identity import (
     config_fingerprint,
     flatten,
     flatten_tree,
+    undeclared_differences,
 )
 from xtrain.config.rules import check_features, resolve_features
 from xtrain.config.schema import Features, GateConfig, PhaseConfig, RunConfig
@@ -47,4 +48,5 @@ __all__ = [
     "resolve_features",
     "resolved_yaml",
     "run_gate",
+    "undeclared_differences",
 ]

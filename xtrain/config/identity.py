@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 
-from xtrain.config.rules import AXES
+from xtrain.config.rules import AXES, best_features
 from xtrain.config.schema import RunConfig
 
 # How a run is kept, shown and judged; none of these changes a training value.
@@ -32,11 +32,14 @@ BOOKKEEPING = (
     "train.prompts",
     "data.name",
     "data.workers",
+    "decode.",
+    "eval.",
+    "prompt",
 )
 
-# Longest prefix wins. None: not an axis, because it names or places the run, or because a phase's
-# gate shows that it changes no bit (T7 optimizer and op_sync, T11 pool and capture, T13 remat).
-# "precision" is the ledger's column of algorithm and precision, so the optimizer belongs to it.
+# Longest prefix wins. None: not an axis, because it names, repeats or places the run, or because a
+# phase's gate shows that it changes no bit (T7 optimizer and op_sync, T11 pool and capture, T13
+# remat). "precision" is the ledger's column of algorithm and precision, so the optimizer is in it.
 _AXIS = {
     "model.": "model",
     "features.qk_norm": "model",
@@ -49,7 +52,6 @@ _AXIS = {
     "optim.": "precision",
     "phase.objective": "precision",
     "train.dropout": "precision",
-    "seed": "precision",
     "features.": "infra",
     "tokens_per_step": "infra",
     "launch": "infra",
@@ -64,6 +66,7 @@ _AXIS = {
     "train.eval_every_steps": None,
     "phase.name": None,
     "name": None,
+    "seed": None,
 }
 # Budgets this close count as one: v6 and v8 trained 2.29 and 2.36 billion tokens, about one epoch.
 _SAME_BUDGET = 0.05
@@ -120,6 +123,20 @@ def axis_differences(run: RunConfig, parent: RunConfig) -> dict[str, list[str]]:
 def axes_differing(run: RunConfig, parent: RunConfig) -> set[str]:
     """The axes in which two runs differ, out of model, data, precision and infra."""
     return set(axis_differences(run, parent))
+
+
+def undeclared_differences(run: RunConfig, parent: RunConfig) -> dict[str, list[str]]:
+    """The differing keys by axis, without the axes that the run declares.
+
+    The parent is taken as it would be on the device of the run, so that where a run is trained is
+    no difference, unless the device cannot do what the parent asks for.
+    """
+    if run.device != "auto":
+        features = best_features(parent.features, run.device)
+        parent = dataclasses.replace(parent, features=features)
+    parent = dataclasses.replace(parent, device=run.device)
+    differing = axis_differences(run, parent)
+    return {axis: keys for axis, keys in differing.items() if axis not in run.axes}
 
 
 def _comparable(run: RunConfig) -> dict[str, object]:

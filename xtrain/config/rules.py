@@ -17,6 +17,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "launch": ("single",),
     "data.source": SOURCES,
+    "eval.source": SOURCES,
     "optim.schedule": ("cosine", "linear", "constant"),
     "phase.objective": ("next_token", "sft", "dpo", "grpo"),
     "features.gemm": ("tiled", "library"),
@@ -49,6 +50,9 @@ LEAST = {
     "optim.clip_norm": 0,
     "optim.warmup_steps": 0,
     "data.workers": 0,
+    "decode.max_new_tokens": 1,
+    "decode.temperature": 0,
+    "eval.tokens": 1,
     "seed": 0,
 }
 POSITIVE = ("model.rms_norm_eps", "model.rope_theta", "model.initializer_range", "optim.eps")
@@ -109,7 +113,14 @@ def check_run(run: RunConfig) -> None:
         raise UsageError(f"seed={run.seed} is not below 2^64")
     if not run.out.strip():
         raise UsageError("out is empty; out=. is the working directory")
-    for rule in (_check_model, _check_batch, _check_schedule, _check_parent, _check_data):
+    for rule in (
+        _check_model,
+        _check_batch,
+        _check_schedule,
+        _check_parent,
+        _check_data,
+        _check_use,
+    ):
         rule(run)
 
 
@@ -138,13 +149,18 @@ def resolve_features(run: RunConfig, device_class: str) -> Features:
     Raises UsageError as check_features does.
     """
     check_features(run, device_class)
+    return best_features(run.features, device_class)
+
+
+def best_features(features: Features, device_class: str) -> Features:
+    """The features with every None replaced by the device's best; nothing is refused."""
     best = DEVICE_BEST[device_class]
     unset = {
         field.name: getattr(best, field.name)
         for field in dataclasses.fields(Features)
-        if getattr(run.features, field.name) is None
+        if getattr(features, field.name) is None
     }
-    return dataclasses.replace(run.features, **unset)
+    return dataclasses.replace(features, **unset)
 
 
 def _check_model(run: RunConfig) -> None:
@@ -209,6 +225,23 @@ def _check_data(run: RunConfig) -> None:
         value = getattr(data, key)
         if value is not None and value < 1:
             raise UsageError(f"data.{key}={value} is below 1, the least it can be")
+
+
+def _check_use(run: RunConfig) -> None:
+    """What phase=decode and phase=eval are asked for."""
+    decode, chosen = run.decode, run.eval
+    if decode.temperature == math.inf:
+        raise UsageError(f"decode.temperature={decode.temperature} is not a finite number")
+    if decode.top_k is not None and decode.top_k < 1:
+        raise UsageError(f"decode.top_k={decode.top_k} is below 1, the least it can be")
+    if decode.top_p is not None and not 0 < decode.top_p <= 1:
+        raise UsageError(f"decode.top_p={decode.top_p} is outside (0, 1]")
+    if chosen.source == "text" and not chosen.path:
+        raise UsageError("eval=text needs eval.path=FILE_OR_DIR (.txt, .jsonl or .parquet)")
+    if chosen.file is not None and chosen.file < 0:
+        raise UsageError(f"eval.file={chosen.file} is below 0, the least it can be")
+    if chosen.heldout_fraction is not None and not 0 < chosen.heldout_fraction <= 0.5:
+        raise UsageError(f"eval.heldout_fraction={chosen.heldout_fraction} is outside (0, 0.5]")
 
 
 def nearest(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> str | None:

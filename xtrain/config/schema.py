@@ -6,7 +6,9 @@ Values only. Which combinations make sense is in `rules.py`; None in Features is
 from dataclasses import dataclass, field
 
 from xtrain.data.dataset import DataConfig
+from xtrain.data.eval_set import EvalSetConfig
 from xtrain.gate_spec import Check
+from xtrain.infer.config import DecodeConfig
 from xtrain.models.config import Qwen3Config
 from xtrain.train.config import OptimConfig, TrainConfig
 
@@ -61,11 +63,15 @@ class RunConfig:
     features: Features
     phase: PhaseConfig
     gate: GateConfig
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    eval: EvalSetConfig = field(default_factory=EvalSetConfig)
+    prompt: str | None = None  # phase=decode: the text to continue; null asks for one, line by line
     seed: int = 0  # of the initial weights, the order of the data and dropout
     device: str = "auto"  # auto | cpu | cuda
     out: str = "outputs"  # root of everything that is written
     resume: str = "auto"  # auto | none | a run directory or checkpoint
-    init_from: str | None = None  # a checkpoint, models:/NAME@ALIAS or a Hugging Face directory
+    # A checkpoint, a run, models:/NAME@ALIAS, or a Hugging Face directory, which brings its shape.
+    init_from: str | None = None
     launch: str = "single"  # single: one process on one device
     promote: bool = True  # whether a PASS moves the `promoted` alias
     dry_run: bool = False  # compose, count, estimate, stop

@@ -127,12 +127,7 @@ def _softmax(scores, first, end, padded):
         scores[j] = -np.inf
     for j in range(end, padded):
         scores[j] = -np.inf
-    lanes = np.full(LANES, -np.inf, np.float32)  # a maximum by lane, which needs no shuffles
-    for start in range(0, padded, LANES):
-        for j in range(LANES):
-            if scores[start + j] > lanes[j]:
-                lanes[j] = scores[start + j]
-    peak = lanes.max()
+    peak = _largest(scores, padded)
     total = np.float32(0)
     for j in range(padded):
         scores[j] = exp(scores[j] - peak)
@@ -140,6 +135,21 @@ def _softmax(scores, first, end, padded):
     inverse = np.float32(1) / total
     for j in range(padded):
         scores[j] *= inverse
+
+
+@njit(error_model="numpy", cache=True)
+def _largest(scores, padded):
+    """The largest of scores[:padded]; anything if one is NaN, which the exponentials then show.
+
+    Compared as integers in the same order, flipped below zero: a maximum of floats is no vector
+    reduction without leave to ignore NaN.
+    """
+    magnitude = np.int32(0x7FFFFFFF)
+    largest = np.int32(-0x7FFFFFFF)
+    for j in range(padded):
+        bits = np.float32(scores[j]).view(np.int32)
+        largest = max(largest, bits ^ ((bits >> np.int32(31)) & magnitude))
+    return np.int32(largest ^ ((largest >> np.int32(31)) & magnitude)).view(np.float32)
 
 
 @njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)

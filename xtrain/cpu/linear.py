@@ -26,7 +26,8 @@ def linear_functions(multiply):
 
     def forward(xp, x, weight):
         rows = x.reshape(-1, x.shape[-1])
-        return multiply(rows, weight, transpose_b=True).reshape(*x.shape[:-1], -1), (x, weight)
+        y = multiply(rows, weight, transpose_b=True)
+        return y.reshape(*x.shape[:-1], weight.shape[0]), (x, weight)
 
     def backward(xp, dy, saved, *, into):
         x, weight = saved

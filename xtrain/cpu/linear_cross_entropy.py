@@ -26,8 +26,8 @@ from xtrain.engine.ops import cross_entropy as op
 from xtrain.engine.tensor import SEED
 
 GROUP = 64  # tokens; larger means less traffic of dweight, smaller a smaller E
-PART = 2048  # words
 CHUNK = 64  # words whose E is used again while in cache
+PARTS = 32  # of the vocabulary, shared by threads
 SLACK = np.float32(24)  # bits that a logit may exceed the shift by before the shift is raised
 LOG2E = np.float32(1.4426950408889634)
 LN2 = 0.6931471805599453
@@ -109,46 +109,40 @@ def _run(x, weight, targets, vocab_size, coefficient, dweight):
     """log p (n,) float64 and, where dweight has rows, dx (n, D); dweight is added to."""
     n, D = x.shape
     train = dweight.shape[0] > 0
-    parts = (vocab_size + PART - 1) // PART
+    parts = min(PARTS, (vocab_size + CHUNK - 1) // CHUNK)
     logp = np.empty(n, np.float64)
     dx = np.empty((n if train else 0, D), np.float32)
     # Rows of E: the whole vocabulary, or one chunk a part when only sums are wanted.
-    E = np.empty((parts * (PART if train else CHUNK), GROUP), np.float32)
+    E = np.empty((_round_up(vocab_size, CHUNK) if train else parts * CHUNK, GROUP), np.float32)
     shift = np.empty((parts, GROUP), np.float32)
     total = np.empty((parts, GROUP), np.float64)
     factor = np.empty((parts, GROUP), np.float32)
     partial = np.empty((parts, GROUP // LANES, _round_up(D, ROWS), LANES), np.float32)
     panels = np.empty((GROUP // LANES, D, LANES), np.float32)
-    for first in range(0, n, GROUP):
+    groups = (n + GROUP - 1) // GROUP
+    for group in range(groups + 1):
+        first = group * GROUP
         last = min(first + GROUP, n)
-        used = (last - first + LANES - 1) // LANES
-        _load_panels(x, first, last, panels)
-        for part in prange(parts):
-            _score(
-                panels, used, weight, vocab_size, np.int64(part), train, E, shift, total, partial
-            )
-        for token in prange(first, last):
-            i = np.int64(token)
-            lane = i - first
-            lse2 = _log2_sum_exp2(shift, total, lane)
-            logp[i] = _dot(x, i, weight, targets[i]) - lse2 * LN2
+        if group < groups:
+            _load_panels(x, first, last, panels)
+        # A part of E is spread and then overwritten by the thread that has it in its cache.
+        for p in prange(parts):
+            part = np.int64(p)
+            if train and group > 0:
+                before, end = first - GROUP, min(first, n)
+                _spread(x, before, end, coefficient, vocab_size, part, parts, E, factor, dweight)
+            if group < groups:
+                _score(
+                    panels, last - first, weight, vocab_size, part, parts, train,
+                    E, shift, total, partial,
+                )  # fmt: skip
+        if group < groups:
+            _combine(x, first, last, weight, targets, shift, total, logp, factor)
             if train:
-                for part in range(parts):
-                    factor[part, lane] = coefficient[i] * np.exp2(shift[part, lane] - lse2)
-                for d in range(D):
-                    summed = np.float32(0)
-                    for part in range(parts):
-                        own = partial[part, lane // LANES, d, lane % LANES]
-                        summed += factor[part, lane] * own
-                    dx[i, d] = summed - coefficient[i] * weight[targets[i], d]
-        if train:
-            for part in prange(parts):
-                _spread(
-                    x, first, last, used * LANES, vocab_size, np.int64(part), E, factor, dweight
-                )
-            for i in range(first, last):
-                for d in range(D):
-                    dweight[targets[i], d] -= coefficient[i] * x[i, d]
+                _finish_dx(first, last, weight, targets, coefficient, factor, partial, dx)
+    for i in range(n if train else 0):
+        for d in range(D):
+            dweight[targets[i], d] -= coefficient[i] * x[i, d]
     return logp, dx
 
 
@@ -178,7 +172,14 @@ def _load_words(weight, first, last, words, bias):
 
 
 @njit(cache=True)
-def _score(panels, used, weight, vocab_size, part, train, E, shift, total, partial):
+def _bounds(part, parts, vocab_size):
+    """First and last word of a part; parts are whole chunks, as equal as can be."""
+    chunks = (vocab_size + CHUNK - 1) // CHUNK
+    return part * chunks // parts * CHUNK, min((part + 1) * chunks // parts * CHUNK, vocab_size)
+
+
+@njit(cache=True)
+def _score(panels, tokens, weight, vocab_size, part, parts, train, E, shift, total, partial):
     """E of one part of the vocabulary, its sums, and weight.T @ E in partial[part]."""
     width = partial.shape[2]
     words = np.empty((CHUNK, width), np.float32)
@@ -189,14 +190,13 @@ def _score(panels, used, weight, vocab_size, part, train, E, shift, total, parti
     bound.fill(0)
     total[part].fill(0)
     partial[part].fill(0)
-    start = part * PART
-    stop = min(start + PART, vocab_size)
+    start, stop = _bounds(part, parts, vocab_size)
     for first in range(start, stop, CHUNK):
         last = min(first + CHUNK, stop)
         rows = _round_up(last - first, ROWS)
         row = first if train else part * CHUNK
         _load_words(weight, first, last, words, bias)
-        for p in range(used):
+        for p in range((tokens + LANES - 1) // LANES):
             if first == start:  # the first tile's maximum is the first shift
                 _exponentials(words, ROWS, bias, panels, p, bound, summed, peak, E, row)
                 for j in range(LANES):
@@ -256,27 +256,46 @@ def _raise_bound(bound, peak, p, total, partial, part, E, start, kept):
 
 
 @njit(cache=True)
-def _log2_sum_exp2(shift, total, lane):
-    """log2 of the sum over parts of total * 2**shift, in float64; NaN if any part's is."""
-    largest = np.float64(shift[0, lane])
-    for part in range(1, shift.shape[0]):
-        largest = max(largest, np.float64(shift[part, lane]))
-    summed = 0.0
-    for part in range(shift.shape[0]):
-        summed += total[part, lane] * np.exp2(shift[part, lane] - largest)
-    return largest + np.log2(summed)
+def _combine(x, first, last, weight, targets, shift, total, logp, factor):
+    """log p of each target, and 2**shift / (sum of exponentials) of each part; NaN stays NaN."""
+    parts = shift.shape[0]
+    ratio = np.empty(parts, np.float64)
+    for i in range(first, last):
+        lane = i - first
+        largest = shift[0, lane]
+        for part in range(1, parts):
+            largest = max(largest, shift[part, lane])
+        summed = 0.0
+        for part in range(parts):
+            ratio[part] = np.exp2(np.float64(shift[part, lane]) - largest)
+            summed += ratio[part] * total[part, lane]
+        for part in range(parts):
+            factor[part, lane] = ratio[part] / summed
+        dot = 0.0
+        for d in range(x.shape[1]):
+            dot += np.float64(x[i, d]) * np.float64(weight[targets[i], d])
+        logp[i] = dot - (largest + np.log2(summed)) * LN2
 
 
 @njit(cache=True)
-def _dot(x, i, weight, word):
-    summed = 0.0
-    for d in range(x.shape[1]):
-        summed += np.float64(x[i, d]) * np.float64(weight[word, d])
-    return summed
+def _finish_dx(first, last, weight, targets, coefficient, factor, partial, dx):
+    """dx from the parts' sums over the vocabulary, less the target's row."""
+    parts, _, width, _ = partial.shape
+    summed = np.empty((width, LANES), np.float32)
+    for p in range((last - first + LANES - 1) // LANES):
+        summed.fill(0)
+        for part in range(parts):
+            for d in range(width):
+                for j in range(LANES):
+                    summed[d, j] += factor[part, p * LANES + j] * partial[part, p, d, j]
+        for i in range(first + p * LANES, min(first + (p + 1) * LANES, last)):
+            for d in range(dx.shape[1]):
+                own = summed[d, i - first - p * LANES] - weight[targets[i], d]
+                dx[i, d] = coefficient[i] * own
 
 
 @njit(cache=True)
-def _spread(x, first, last, lanes, vocab_size, part, E, factor, dweight):
+def _spread(x, first, last, coefficient, vocab_size, part, parts, E, factor, dweight):
     """dweight += E @ (factor * x) for one part of the vocabulary; absent tokens count as zero."""
     D = x.shape[1]
     width = _round_up(D, LANES)
@@ -284,9 +303,10 @@ def _spread(x, first, last, lanes, vocab_size, part, E, factor, dweight):
     spare = np.empty((ROWS, LANES), np.float32)
     for i in range(last - first):
         for d in range(D):
-            scaled[i, d] = factor[part, i] * x[first + i, d]
-    stop = min((part + 1) * PART, vocab_size)
-    for v in range(part * PART, stop, ROWS):
+            scaled[i, d] = factor[part, i] * coefficient[first + i] * x[first + i, d]
+    lanes = _round_up(last - first, LANES)
+    start, stop = _bounds(part, parts, vocab_size)
+    for v in range(start, stop, ROWS):
         a = v * GROUP
         for d in range(0, D, LANES):
             if v + ROWS <= stop and d + LANES <= D:

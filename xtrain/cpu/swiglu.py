@@ -15,14 +15,14 @@ def forward(xp, gate_up):
     rows = np.ascontiguousarray(gate_up).reshape(-1, gate_up.shape[-1])
     y = np.empty((rows.shape[0], rows.shape[1] // 2), np.float32)
     _forward(rows, y)
-    return y.reshape(*gate_up.shape[:-1], -1), rows
+    return y.reshape(*gate_up.shape[:-1], y.shape[1]), rows
 
 
 def backward(xp, dy, saved):
     """The gradient of [gate | up]."""
     dgate_up = np.empty_like(saved)
-    _backward(np.ascontiguousarray(dy).reshape(saved.shape[0], -1), saved, dgate_up)
-    return (dgate_up.reshape(*dy.shape[:-1], -1),)
+    _backward(np.ascontiguousarray(dy).reshape(-1, dy.shape[-1]), saved, dgate_up)
+    return (dgate_up.reshape(*dy.shape[:-1], saved.shape[1]),)
 
 
 @njit(error_model="numpy")

@@ -96,36 +96,22 @@ def _simulated_reduction(threads: int, combine: Callable) -> Callable:
     return reduce
 
 
+@device_function
+def put(out, at, value):
+    out[at] = value
+
+
 @functools.cache
-def column_sums(threads: int, lanes: int, count: int, width: int) -> Callable:
-    """Device function (values, scratch, out, start): sums over the threads of each lane.
+def column_sums(threads: int, lanes: int, count: int, width: int, emit: Callable = put) -> Callable:
+    """Device function (values, scratch, out, start, columns): sums over the threads of each lane.
 
     A thread's lane is its number modulo `lanes`, a power of two. Its `count` values are pieces of
-    `width` columns: piece p of lane l holds the columns from (p * lanes + l) * width on. The sum of
-    a column over the block's threads becomes out[start + column]. scratch: shared fp32 array of
-    `column_scratch` elements.
+    `width` columns: piece p of lane l holds the columns from (p * lanes + l) * width on. For every
+    column < columns, emit(out, start + column, sum over the block's threads) is called once.
+    scratch: shared fp32 array of `column_scratch` elements.
     """
     warp_lanes = min(lanes, WARP)
-    parts = threads // lanes if lanes > WARP or SIMULATED else threads // WARP
-
-    @device_function
-    def reduce(values, scratch, out, start):
-        thread = thread_index()
-        for i in range(count):
-            value = values[i]
-            if not SIMULATED:
-                value = across_lanes(value)
-            if SIMULATED or lanes >= WARP or thread % WARP < lanes:
-                part = thread // lanes if SIMULATED or lanes >= WARP else thread // WARP
-                scratch[(part * count + i) * lanes + thread % lanes] = value
-        synchronize()
-        for at in range(thread, count * lanes, threads):
-            total = scratch[at]
-            for part in range(1, parts):
-                total += scratch[part * count * lanes + at]
-            i, lane = at // lanes, at % lanes
-            out[start + (i // width * lanes + lane) * width + i % width] = total
-        synchronize()
+    parts = _column_parts(threads, lanes)
 
     @device_function
     def across_lanes(value):
@@ -135,13 +121,37 @@ def column_sums(threads: int, lanes: int, count: int, width: int) -> Callable:
             distance >>= 1
         return value
 
+    @device_function
+    def reduce(values, scratch, out, start, columns):
+        thread = thread_index()
+        for i in range(count):
+            value = values[i]
+            if not SIMULATED:
+                value = across_lanes(value)
+            if SIMULATED or thread % WARP < lanes:
+                part = thread // lanes if SIMULATED or lanes >= WARP else thread // WARP
+                scratch[(part * count + i) * lanes + thread % lanes] = value
+        synchronize()
+        for at in range(thread, count * lanes, threads):
+            i, lane = at // lanes, at % lanes
+            column = (i // width * lanes + lane) * width + i % width
+            if column < columns:
+                total = scratch[at]
+                for part in range(1, parts):
+                    total += scratch[part * count * lanes + at]
+                emit(out, start + column, total)
+        synchronize()
+
     return reduce
 
 
 def column_scratch(threads: int, lanes: int, count: int) -> int:
     """Elements of shared memory that `column_sums` needs."""
-    parts = threads // lanes if lanes > WARP or SIMULATED else threads // WARP
-    return parts * count * lanes
+    return _column_parts(threads, lanes) * count * lanes
+
+
+def _column_parts(threads: int, lanes: int) -> int:
+    return threads // (lanes if SIMULATED else max(lanes, WARP))
 
 
 if SIMULATED:

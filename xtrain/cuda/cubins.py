@@ -5,6 +5,7 @@ sources of this package, the kernel's constants, the architecture and the compil
 folder that cannot be written costs compile time (about half a second a kernel), nothing else.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -25,10 +26,8 @@ def kept(kernel, capability: tuple[int, int]) -> bytes:
         return path.read_bytes()
     except OSError:
         machine_code = kernel.cubin(capability)
-    try:
+    with contextlib.suppress(OSError):
         _write(path, machine_code)
-    except OSError:
-        pass
     return machine_code
 
 
@@ -40,7 +39,7 @@ def _write(path: Path, machine_code: bytes) -> None:
 
 
 def _key(kernel, capability) -> str:
-    parts = (_sources(), str(kernel.signature), str(capability), _identity(kernel.fn, set()))
+    parts = (_sources(), kernel.block, str(kernel.signature), str(capability), _identity(kernel.fn, set()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

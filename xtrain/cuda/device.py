@@ -38,6 +38,16 @@ class CudaDevice(Device):
         self.stream.use()
         self.use_pool(True)
 
+    def configure(self, *, optimizer: str, op_sync: bool, pool: bool, capture: bool) -> None:
+        """Take the choices of a phase: where the optimizer runs (host or device), whether the host
+        waits for every op, whether memory is pooled, whether a step is captured."""
+        for name in ("adamw", "global_norm"):
+            self.variants.pop(name, None)
+            if optimizer == "host":
+                self.variants[name] = "host"
+        self.op_sync, self.captures = op_sync, capture
+        self.use_pool(pool)
+
     @functools.cached_property
     def description(self) -> str:
         """Name of the GPU, driver and CUDA versions, in one line."""
@@ -52,6 +62,10 @@ class CudaDevice(Device):
     def array(self, host: np.ndarray):
         """Copy a host array to the device."""
         return cupy.array(host)
+
+    def flat(self, size: int, dtype):
+        """A zeroed 1-D array; the driver aligns it to more than any vector load needs."""
+        return cupy.zeros(size, dtype)
 
     def write(self, array, host: np.ndarray) -> None:
         """Copy a host array into a device array, which stays in place; nothing is allocated.

@@ -10,6 +10,7 @@ import ast
 import inspect
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 from numba.types import float32
@@ -24,9 +25,38 @@ if SIMULATED:
         """2**x, fp32."""
         return np.exp2(np.float32(x))
 
+    def log2(x):
+        """Base-2 logarithm, fp32."""
+        return np.log2(np.float32(x))
+
     def root(x):
         """The square root, correctly rounded."""
         return np.sqrt(x)
+
+    def logistic(x):
+        """1 / (1 + exp(-x)), fp32."""
+        with np.errstate(over="ignore"):
+            return np.float32(1) / (np.float32(1) + np.exp(np.float32(-x)))
+
+    def cosine(x):
+        """cos x, fp32."""
+        return np.cos(x)
+
+    def sine(x):
+        """sin x, fp32."""
+        return np.sin(x)
+
+    def multiply(a, b):
+        """a * b, rounded by itself."""
+        return np.float32(a * b)
+
+    def subtract(a, b):
+        """a - b, rounded by itself."""
+        return np.float32(a - b)
+
+    def divide(a, b):
+        """a / b, correctly rounded."""
+        return np.float32(a / b)
 
 else:
     from numba.cuda import libdevice
@@ -37,9 +67,44 @@ else:
         return libdevice.exp2f(x)
 
     @device_function
+    def log2(x):
+        """Base-2 logarithm, fp32, error one unit in the last place."""
+        return libdevice.log2f(x)
+
+    @device_function
     def root(x):
         """The square root, correctly rounded."""
         return math.sqrt(x)
+
+    @device_function
+    def logistic(x):
+        """1 / (1 + exp(-x)), fp32, error 2**-22; exp may overflow to infinity, which gives 0."""
+        return libdevice.fast_fdividef(float32(1), float32(1) + math.exp(-x))
+
+    @device_function
+    def cosine(x):
+        """cos x, fp32, accurate for every x."""
+        return math.cos(x)
+
+    @device_function
+    def sine(x):
+        """sin x, fp32, accurate for every x."""
+        return math.sin(x)
+
+    @device_function
+    def multiply(a, b):
+        """a * b, rounded by itself."""
+        return libdevice.fmul_rn(a, b)
+
+    @device_function
+    def subtract(a, b):
+        """a - b, rounded by itself."""
+        return libdevice.fsub_rn(a, b)
+
+    @device_function
+    def divide(a, b):
+        """a / b, correctly rounded."""
+        return libdevice.fdiv_rn(a, b)
 
 
 def fp32(formula: Callable, *, fused: bool = True) -> Callable:
@@ -54,7 +119,12 @@ def fp32(formula: Callable, *, fused: bool = True) -> Callable:
 
 
 class _Rewrite(ast.NodeTransformer):
-    ROUNDED = {ast.Add: "fadd_rn", ast.Sub: "fsub_rn", ast.Mult: "fmul_rn", ast.Div: "fdiv_rn"}
+    ROUNDED: ClassVar = {
+        ast.Add: "fadd_rn",
+        ast.Sub: "fsub_rn",
+        ast.Mult: "fmul_rn",
+        ast.Div: "fdiv_rn",
+    }
 
     def __init__(self, fused: bool):
         self.fused = fused

@@ -13,42 +13,47 @@ except ImportError:  # numba's own target, which never launches here
 
 _INT32 = ir.IntType(32)
 _FLOAT = ir.FloatType()
-_WORD = ir.VectorType(_INT32, 4)
-_FOUR = types.UniTuple(types.uint32, 4)
 
 
-def _address(context, builder, array, start, index_type):
-    index = context.cast(builder, start, index_type, types.int64)
-    return builder.bitcast(builder.gep(array, [index]), _WORD.as_pointer())
+def _vector_access(count: int):
+    """Intrinsics that read and write `count` uint32 in one instruction."""
+    vector = ir.VectorType(_INT32, count)
+    several = types.UniTuple(types.uint32, count)
+
+    def address(context, builder, array, start, index_type):
+        index = context.cast(builder, start, index_type, types.int64)
+        return builder.bitcast(builder.gep(array, [index]), vector.as_pointer())
+
+    @intrinsic
+    def load(typing_context, array, start):
+        def emit(context, builder, signature, args):
+            word = builder.load(address(context, builder, *args, signature.args[1]))
+            word.align = 4 * count
+            parts = [builder.extract_element(word, _INT32(i)) for i in range(count)]
+            return context.make_tuple(builder, several, parts)
+
+        return several(array, start), emit
+
+    @intrinsic
+    def store(typing_context, array, start, values):
+        def emit(context, builder, signature, args):
+            word = ir.Constant(vector, ir.Undefined)
+            for i in range(count):
+                part = builder.extract_value(args[2], i)
+                word = builder.insert_element(word, part, _INT32(i))
+            target = address(context, builder, args[0], args[1], signature.args[1])
+            builder.store(word, target).align = 4 * count
+            return context.get_dummy_value()
+
+        return types.void(array, start, several), emit
+
+    return load, store
 
 
-@intrinsic
-def load_word(typing_context, array, start):
-    """The four uint32 that begin at element `start` (a multiple of a word) of an array."""
-
-    def emit(context, builder, signature, args):
-        word = builder.load(_address(context, builder, *args, signature.args[1]))
-        word.align = 16
-        parts = [builder.extract_element(word, _INT32(i)) for i in range(4)]
-        return context.make_tuple(builder, _FOUR, parts)
-
-    return _FOUR(array, start), emit
-
-
-@intrinsic
-def store_word(typing_context, array, start, a, b, c, d):
-    """Write four uint32 from element `start` (a multiple of a word) on."""
-    u32 = types.uint32
-
-    def emit(context, builder, signature, args):
-        word = ir.Constant(_WORD, ir.Undefined)
-        for i, part in enumerate(args[2:]):
-            word = builder.insert_element(word, part, _INT32(i))
-        target = _address(context, builder, args[0], args[1], signature.args[1])
-        builder.store(word, target).align = 16
-        return context.get_dummy_value()
-
-    return types.void(array, start, u32, u32, u32, u32), emit
+# load(array, start): the uint32 that begin at element `start`, as a tuple; start must be aligned.
+# store(array, start, values): the reverse.
+load_four, store_four = _vector_access(4)
+load_two, store_two = _vector_access(2)
 
 
 @intrinsic

@@ -14,6 +14,7 @@ functions use `block.thread_index` instead of `cuda`, one `cuda.shared.array` a 
 sizes of local and shared arrays are plain names of the enclosing scope.
 """
 
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def pointer(dtype) -> types.CPointer:
     return types.CPointer(getattr(types, storage_name(dtype)))
 
 
+@functools.cache
 def storage_name(dtype) -> str:
     """`float32` for float32, `uint16` for bfloat16, ...: what a kernel sees of a dtype."""
     name = np.dtype(dtype).name
@@ -51,24 +53,26 @@ def device_function(fn: Callable) -> Callable:
 
 
 class Kernel:
-    """A compiled-on-demand kernel: `kernel(grid, block, *args)` launches it.
+    """A compiled-on-demand kernel: `kernel(grid, *args)` launches it.
 
+    block: threads a block, always as many; the compiler gives each thread its share of registers.
     signature: numba types, `pointer(dtype)` for arrays. Every array must be C-contiguous and of
     the pointer's dtype; None is a null pointer that the kernel must not read.
     """
 
-    def __init__(self, fn: Callable, *signature):
+    def __init__(self, fn: Callable, block: int, *signature):
         self.fn = fn
         self.name = f"xtrain_{fn.__name__}"
+        self.block = block
         self.signature = signature
         self._functions: dict[int, object] = {}  # by device number
 
-    def __call__(self, grid: int, block: int, *args) -> None:
-        """Launch `grid` blocks of `block` threads on the current stream."""
+    def __call__(self, grid: int, *args) -> None:
+        """Launch `grid` blocks on the current stream."""
         if grid == 0:
             return
         if SIMULATED:
-            _simulate(self.fn, self.signature, grid, block, args)
+            _simulate(self, grid, args)
             return
         import cupy
 
@@ -76,7 +80,7 @@ class Kernel:
         function = self._functions.get(number)
         if function is None:
             function = self._functions[number] = self._load(cupy)
-        function((grid,), (block,), _packed(self.signature, args))
+        function((grid,), (self.block,), _packed(self.signature, args))
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """PTX for a compute capability such as (9, 0); needs numba-cuda, but no driver."""
@@ -84,7 +88,14 @@ class Kernel:
             raise UsageError("numba-cuda is not installed: kernels cannot be compiled")
         signature = types.void(*self.signature)
         with _loading, _compiling_for(capability):
-            text, _ = cuda.compile(self.fn, signature, device=False, abi="numba", cc=capability)
+            text, _ = cuda.compile(
+                self.fn,
+                signature,
+                device=False,
+                abi="numba",
+                cc=capability,
+                launch_bounds=self.block,
+            )
         mangled = re.search(r"\.visible \.entry (\w+)\(", text).group(1)
         return text.replace(mangled, self.name)
 
@@ -141,12 +152,14 @@ def _compiling_for(capability: tuple[int, int]):
         dispatcher.get_current_device = asks_the_driver
 
 
-def _simulate(fn, signature, grid, block, args) -> None:
+def _simulate(kernel, grid, args) -> None:
+    from xtrain.cuda import simulator
+
     simulated = []
-    for kind, arg in zip(signature, args, strict=True):
+    for kind, arg in zip(kernel.signature, args, strict=True):
         if kind in _SCALARS:
             simulated.append(_SCALARS[kind](arg))
             continue
         assert arg is None or _fits(kind, arg), (kind, arg.dtype, arg.shape, arg.strides)
         simulated.append(None if arg is None else arg.reshape(-1).view(kind.dtype.name))
-    cuda.jit(fn)[grid, block](*simulated)
+    simulator.run(kernel.fn, grid, kernel.block, simulated)

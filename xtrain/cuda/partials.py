@@ -2,7 +2,7 @@
 
     out[c] = sum over r of partial[r, c],  or  out[c] += that
 
-partial: (R, P) fp32, P >= C.  out: (C,) fp32 or bf16.  Sums in fp32: a thread takes every 16th row, and the
+partial: (R, C) fp32.  out: (C,) fp32 or bf16.  Sums in fp32: a thread takes every 16th row, and the
 16 sums of a column are added in the order of the rows they start from. 4 bytes read an element.
 """
 
@@ -24,14 +24,14 @@ PARTS = 512  # rows that first stages leave at most; fixed, so that bits do not 
 def sum_kernel(dtype, accumulate: bool) -> Kernel:
     load, store = scalar_access(dtype)
 
-    def column_sum(partial, out, rows, pitch, columns):
+    def column_sum(partial, out, rows, first, pitch, columns):
         scratch = cuda.shared.array(BLOCK, float32)
         thread = cuda.threadIdx.x
         column = cuda.blockIdx.x * COLUMNS + thread % COLUMNS
         total = float32(0)
         if column < columns:
             for row in range(thread // COLUMNS, rows, LANES):
-                total += partial[row * pitch + column]
+                total += partial[row * pitch + first + column]
         scratch[thread] = total
         cuda.syncthreads()
         if thread < COLUMNS and column < columns:
@@ -41,21 +41,21 @@ def sum_kernel(dtype, accumulate: bool) -> Kernel:
                 total += load(out, column)
             store(out, column, total)
 
-    return Kernel(column_sum, pointer("float32"), pointer(dtype), i64, i64, i64)
+    return Kernel(column_sum, BLOCK, pointer("float32"), pointer(dtype), i64, i64, i64, i64)
 
 
-def sum_rows(partial, out, *, accumulate: bool) -> None:
-    """Write (or add) the sums of the first out.size columns of partial (R, P) fp32 to out."""
+def sum_rows(partial, out, *, accumulate: bool, first: int = 0) -> None:
+    """Write (or add) the sums of out.size columns of partial (R, C), from `first` on, to out."""
     rows, pitch = partial.shape
-    grid = -(-out.size // COLUMNS)
-    sum_kernel(out.dtype, accumulate)(grid, BLOCK, partial, out, rows, pitch, out.size)
+    kernel = sum_kernel(out.dtype, accumulate)
+    kernel(-(-out.size // COLUMNS), partial, out, rows, first, pitch, out.size)
 
 
-def weight_gradient(xp, partial, like, into):
+def weight_gradient(xp, partial, like, into, first: int = 0):
     """The gradient of a small weight from its partial sums: added to `into`, or returned."""
     if into is not None:
-        sum_rows(partial, into, accumulate=True)
+        sum_rows(partial, into, accumulate=True, first=first)
         return None
     gradient = xp.empty_like(like)
-    sum_rows(partial, gradient, accumulate=False)
+    sum_rows(partial, gradient, accumulate=False, first=first)
     return gradient

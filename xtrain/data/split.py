@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
@@ -53,6 +54,18 @@ def hold_out(
         out = index % every == every - 1 and (limit is None or heldout < limit)
         heldout += len(ids) if out else 0
         yield int(out), ids
+
+
+def leave_out_tail(encoded: Iterable[np.ndarray], tokens: int) -> Iterator[np.ndarray]:
+    """Yield the documents of token ids but for the last ones, which hold at least `tokens`."""
+    kept: deque[np.ndarray] = deque()
+    held = 0
+    for ids in encoded:
+        kept.append(ids)
+        held += len(ids)
+        while held - len(kept[0]) >= tokens:
+            held -= len(kept[0])
+            yield kept.popleft()
 
 
 def _slice(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:

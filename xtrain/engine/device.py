@@ -29,6 +29,9 @@ class Device:
         self.variants: dict[str, str] = {}
         self.op_sync = False  # whether the host waits for every op; the CPU has nothing to wait for
 
+    def configure(self, *, optimizer: str, op_sync: bool, pool: bool, capture: bool) -> None:
+        """Take the choices of a phase that only a GPU has; the CPU has none of them to make."""
+
     def array(self, host: np.ndarray) -> np.ndarray:
         """Copy a host array to the device."""
         return np.array(host)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xtrain.engine import debug, device
-from xtrain.engine.dtype import FLOATS, float64
+from xtrain.engine.dtype import FLOATS, bfloat16, float64
 from xtrain.engine.tensor import SEED, Node, Tensor, is_recording
 
 OPS: dict[str, "Op"] = {}
@@ -113,11 +113,13 @@ class Op:
     def implementation(self, arrays: tuple) -> Implementation:
         """The implementation that runs for these arrays on the current device.
 
-        Kernels take fp32 and bf16; float64 exists only to check gradients, on the reference.
+        Kernels take fp32, and bf16 too on a GPU: Numba's CPU compiler has no bf16. float64 exists
+        only to check gradients. The reference takes all of them.
         """
         here = device.current()
+        foreign = (float64, bfloat16) if here.name == "cpu" else (float64,)
         if debug.use_reference_only() or any(
-            a is not None and a.ndim > 0 and a.dtype == float64 for a in arrays
+            a is not None and a.ndim > 0 and a.dtype in foreign for a in arrays
         ):
             return self.reference
         variant = here.variants.get(self.name)

@@ -82,7 +82,7 @@ def make_kernel(transpose_a: bool, transpose_b: bool) -> Kernel:
                     c[row * N + column] = value
 
     matrix = pointer("float32")
-    return Kernel(tiled_matmul, matrix, matrix, matrix, i64, i64, i64, i64, i64)
+    return Kernel(tiled_matmul, THREADS, matrix, matrix, matrix, i64, i64, i64, i64, i64)
 
 
 KERNELS = {(ta, tb): make_kernel(ta, tb) for ta in (False, True) for tb in (False, True)}
@@ -96,7 +96,7 @@ def multiply(xp, a, b, *, transpose_a=False, transpose_b=False, into=None):
     c = xp.empty((M, N), "float32") if into is None else into
     down, across = -(-M // TILE), -(-N // TILE)
     kernel = KERNELS[transpose_a, transpose_b]
-    kernel(down * across, THREADS, a, b, c, M, N, K, across, 0 if into is None else 1)
+    kernel(down * across, a, b, c, M, N, K, across, 0 if into is None else 1)
     return c
 
 

@@ -65,7 +65,7 @@ def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Ke
 
     array, weights = pointer(dtype), pointer(weight_dtype)
     signature = (array, array, weights, array, array, pointer("float32"), i64, i64, f32)
-    return Kernel(rms_norm_forward, *signature)
+    return Kernel(rms_norm_forward, block, *signature)
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
     load, store = access(dtype, aligned)[1:]
     load_weight = access(weight_dtype, aligned, width).load
     total = row_sum(threads)
-    values, block, padded = shape.values, shape.block, shape.threads * shape.values
+    values, block = shape.values, shape.block
     leave = column_sums(block, threads, values, width)
     scratch_size = max(column_scratch(block, threads, values), block)
 
@@ -119,11 +119,11 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
             for w in range(words):
                 at = (w * threads + lane) * width
                 store(dx, row * columns + at, exists - at, gradient, w * width)
-        leave(dweight, scratch, partial, cuda.blockIdx.x * padded)
+        leave(dweight, scratch, partial, cuda.blockIdx.x * columns, columns)
 
     array, weights, fp32 = pointer(dtype), pointer(weight_dtype), pointer("float32")
     signature = (array, weights, fp32, array, array, array, fp32, i64, i64, i64)
-    return Kernel(rms_norm_backward, *signature)
+    return Kernel(rms_norm_backward, block, *signature)
 
 
 def launch_forward(xp, x, residual, weight, eps):
@@ -135,7 +135,7 @@ def launch_forward(xp, x, residual, weight, eps):
     shape = shape_of(x.shape[-1], *(a for a in (x, weight, residual, y, s) if a is not None))
     kernel = forward_kernel(x.dtype, weight.dtype, shape, residual is not None)
     grid = shape.grid(rows)
-    kernel(grid, shape.block, x, residual, weight, s, y, rstd, rows, x.shape[-1], eps)
+    kernel(grid, x, residual, weight, s, y, rstd, rows, x.shape[-1], eps)
     return y, s, (x if s is None else s, weight, rstd)
 
 
@@ -146,9 +146,9 @@ def launch_backward(xp, dy, ds, saved, into):
     dx, rows, columns = xp.empty_like(x), flat_rows(x), x.shape[-1]
     shape = shape_of(columns, *(a for a in (x, weight, dy, ds, dx) if a is not None))
     blocks = min(shape.grid(rows), PARTS)
-    partial = xp.empty((blocks, shape.threads * shape.values), "float32")
+    partial = xp.empty((blocks, columns), "float32")
     kernel = backward_kernel(x.dtype, weight.dtype, shape, ds is not None)
-    kernel(blocks, shape.block, x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks)
+    kernel(blocks, x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks)
     return dx, weight_gradient(xp, partial, weight, into)
 
 

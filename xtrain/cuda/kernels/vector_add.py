@@ -18,13 +18,13 @@ def vector_add(a, b, c, n):
         c[i] = a[i] + b[i]
 
 
-KERNEL = Kernel(vector_add, *[pointer("float32")] * 3, i64)
+KERNEL = Kernel(vector_add, THREADS, *[pointer("float32")] * 3, i64)
 
 
 def add(xp, a, b):
     """a + b with the Numba kernel; xp is CuPy, or NumPy in the simulator."""
     c = xp.empty_like(a)
-    KERNEL(-(-a.size // THREADS), THREADS, a, b, c, a.size)
+    KERNEL(-(-a.size // THREADS), a, b, c, a.size)
     return c
 
 

@@ -1,0 +1,130 @@
+"""Measure a trained model on a named set: `xtrain run=v0 phase=eval eval=sotu_v1`.
+
+The model is the run's promoted one, or the checkpoint, run or export that `init_from=` names. The
+result is eval.json in a run directory of its own, with the sha256 of the set and of the weights,
+and `eval.against=` compares it with an earlier one of the same set.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gates.table import print_table
+from gates.trained_run import data_cache
+from pipelines.decode import learner_of, trained_model
+from pipelines.start import Origin, adopt, check_vocabulary
+from xtrain.config import RunConfig, config_fingerprint, resolved_yaml
+from xtrain.data.eval_set import compare, open_eval_set, require_same_set
+from xtrain.data.imported_tokenizer import load_tokenizer
+from xtrain.errors import UsageError
+from xtrain.learner import measure_on_set
+from xtrain.machine import system_facts
+from xtrain.mirror import Mirror
+from xtrain.track import RunDir, open_run
+
+RESULT = "eval.json"
+COLUMNS = ("model", "loss", "std. error", "perplexity", "bits/byte", "std. error", "set")
+
+
+def evaluate_run(run: RunConfig, typed: Sequence[str], say: Callable[[str], None]) -> int:
+    """Evaluate, write eval.json, print a table on stdout; returns 0.
+
+    Raises UsageError when there is no such model or set, and when `eval.against` is of another set.
+    """
+    earlier = None if run.eval.against is None else read_result(run.eval.against)
+    origin = trained_model(run)
+    adopted = adopt(run, origin, typed)
+    check_vocabulary(adopted)
+    tokenizer = load_tokenizer(adopted.data.tokenizer)
+    cache = data_cache(Path(run.out)) / "eval"
+    chosen = open_eval_set(run.eval, cache_dir=cache, tokenizer=tokenizer)
+    say(f"set {run.eval.name}: {chosen.manifest['tokens']:,} tokens, sha256 {chosen.sha256}")
+    if earlier is not None:
+        require_same_set({"set": chosen.manifest}, earlier)
+    if may_have_seen(origin, run):
+        say(f"this model may have been trained on parts of {run.eval.name}: its data were cut")
+    run, learner = learner_of(run, origin, typed)
+    result = measure_on_set(run, learner, chosen)
+    result["model"] = {"from": origin.said, **weights(origin)}
+    out = open_run(
+        run.out,
+        run.name,
+        run.phase.name,
+        dataclasses.asdict(run),
+        config_text=resolved_yaml(run),
+        fingerprints={"config": config_fingerprint(run), "data": chosen.sha256},
+        facts=system_facts(),
+    )
+    record(out, result, say)
+    print_table(COLUMNS, [row(result), *([row(earlier)] if earlier else [])])
+    if earlier is not None:
+        change, error = compare(result, earlier)
+        print(f"difference {change:+.4f} nats a token, standard error {error:.4f} if independent")
+    return 0
+
+
+def read_result(path: str) -> dict:
+    """The content of an eval.json, or of the one in a run directory. UsageError if it is none."""
+    file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
+    try:
+        result = json.loads(file.read_text("utf-8"))
+        _ = row(result), result["set"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"eval.against={path}: not a result of phase=eval ({error})") from error
+    return result
+
+
+def may_have_seen(origin: Origin, run: RunConfig) -> bool:
+    """Whether the model's own run held out other documents of the source than the set is made of.
+
+    Only a checkpoint in its run directory tells; of an export nothing is known.
+    """
+    if origin.saved is None or origin.saved.data.source != run.eval.source:
+        return False
+    if run.eval.heldout_fraction is None:
+        return False
+    cut = ("order_seed", "heldout_fraction")
+    return any(getattr(origin.saved.data, key) != getattr(run.eval, key) for key in cut)
+
+
+def weights(origin: Origin) -> dict:
+    """Where the weights are and one sha256 over their files."""
+    digest = hashlib.sha256()
+    for path in sorted(origin.path.glob("model*.safetensors")):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return {"path": str(origin.path), "weights_sha256": digest.hexdigest()}
+
+
+def record(out: RunDir, result: dict, say: Callable[[str], None]) -> None:
+    """Write a result into its run directory and to MLflow."""
+    mirror = Mirror(out).start()
+    ended = "FAILED"
+    try:
+        numbers = {k: v for k, v in result.items() if isinstance(v, float)}
+        out.log(0, numbers | {"eval_tokens": result["tokens"]}, kind="eval")
+        mirror.artifact(out.write_json(RESULT, result))
+        mirror.tag("xtrain.eval_set", f"{result['set']['name']} {result['set']['sha256']}")
+        ended = "FINISHED"
+    finally:
+        out.set_status(ended)
+        behind = mirror.close(ended)
+        out.close()
+        if behind:
+            say(behind)
+    say(f"wrote {out.path / RESULT}")
+
+
+def row(result: dict) -> list[str]:
+    """A result as a line of the table."""
+    return [
+        result["model"]["from"],
+        f"{result['loss']:.4f}",
+        f"{result['standard_error']:.4f}",
+        f"{result['perplexity']:.2f}",
+        f"{result['bits_per_byte']:.4f}",
+        f"{result['bits_per_byte_standard_error']:.4f}",
+        f"{result['set']['name']} {result['set']['sha256'][:12]}",
+    ]

@@ -1,0 +1,58 @@
+"""Every Numba kernel of an op against the float64 reference, in Numba's CUDA simulator."""
+
+import importlib
+
+import pytest
+from parity import SIMULATOR, bits, cases, error_ratio
+from samples import WHOLE_WORDS
+
+import xtrain.engine.ops  # noqa: F401  declares the ops
+from xtrain.engine.dtype import bfloat16, float32
+from xtrain.engine.op import OPS
+
+pytestmark = pytest.mark.simulator
+
+MODULES = (
+    "adamw",
+    "dropout",
+    "embedding",
+    "global_norm",
+    "matmul",
+    "qk_norm_rope",
+    "rms_norm",
+    "softmax",
+    "swiglu",
+)
+for name in MODULES:
+    importlib.import_module(f"xtrain.cuda.kernels.{name}")
+
+TOO_SLOW = {("embedding", "repeats")}  # a block a token: 150 blocks of 256 threads
+OWN = {
+    name: [s for s in op.samples if (name, s.name) not in TOO_SLOW]
+    for name, op in OPS.items()
+    if any(key.startswith("cuda") for key in op.fused)
+}
+FP32 = cases(OWN) + cases(WHOLE_WORDS)
+TWO_WARPS_ONCE = {n: [s for s in c if s.name != "two_warps"] for n, c in WHOLE_WORDS.items()}
+BF16 = cases(TWO_WARPS_ONCE, [bfloat16]) + cases({"rms_norm": OPS["rms_norm"].samples}, [bfloat16])
+
+
+def parametrized(chosen):
+    return pytest.mark.parametrize("case", [c for _, c in chosen], ids=[i for i, _ in chosen])
+
+
+@parametrized(FP32)
+def test_fp32_kernel_equals_the_float64_reference(case):
+    assert error_ratio(SIMULATOR, *case) <= 1
+
+
+@parametrized(BF16)
+def test_bf16_kernel_equals_the_float64_reference(case):
+    assert error_ratio(SIMULATOR, *case) <= 1
+
+
+def test_two_runs_give_identical_bits():
+    op, sample = OPS["rms_norm"], WHOLE_WORDS["rms_norm"][0]
+    assert bits(SIMULATOR, op, sample, "cuda", float32) == bits(
+        SIMULATOR, op, sample, "cuda", float32
+    )

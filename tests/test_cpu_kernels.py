@@ -1,0 +1,225 @@
+"""CPU kernels: what the checks generated from the ops' declarations do not see."""
+
+import numba
+import numpy as np
+import pytest
+
+import xtrain.cpu  # noqa: F401 (plugs the kernels in)
+from xtrain.cpu import adamw, attention, embedding, gemm, global_norm, rms_norm, swiglu
+from xtrain.cpu import linear_cross_entropy as head
+from xtrain.engine.ops import adamw as adamw_op
+from xtrain.engine.ops import cross_entropy
+from xtrain.engine.tensor import SEED
+
+VOCAB, PADDED, D = 1003, 1024, 20
+
+
+def drawn(*shape, seed=0, scale=1.0):
+    return (scale * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
+
+
+def head_inputs(n=70, scale=1.0):
+    """x, weight, targets and the loss scale of a head with padding and ignored targets."""
+    targets = np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32)
+    targets[::5] = -100
+    return (
+        drawn(n, D),
+        drawn(PADDED, D, scale=scale),
+        targets,
+        np.float32(1 / n) * np.ones((), np.float32),
+    )
+
+
+def loss_and_gradients(x, weight, targets, scale):
+    """Loss, dx, dweight as a training step gets them."""
+    dweight = np.zeros_like(weight)
+    loss, saved = head.loss_forward(
+        np, x, weight, targets, scale, vocab_size=VOCAB, dweight_into=dweight
+    )
+    dx, *_ = head.loss_backward(
+        np, SEED, saved, vocab_size=VOCAB, dweight_into=dweight, into=(dweight,)
+    )
+    return loss, dx, dweight
+
+
+def reference_loss_and_gradients(x, weight, targets, scale):
+    wide = (x.astype(float), weight.astype(float), targets, scale.astype(float))
+    loss, saved = cross_entropy.loss_forward(np, *wide, vocab_size=VOCAB)
+    dx, dweight, *_ = cross_entropy.loss_backward(np, SEED, saved, vocab_size=VOCAB, into=(None,))
+    return loss, dx, dweight
+
+
+@pytest.fixture
+def with_threads():
+    """Run a function with a number of Numba threads."""
+    before = numba.get_num_threads()
+
+    def run(threads, function):
+        numba.set_num_threads(threads)
+        return function()
+
+    yield run
+    numba.set_num_threads(before)
+
+
+def assert_same_bits(one, other):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_loss_does_not_depend_on_the_number_of_threads(with_threads):
+    inputs = head_inputs()
+    one, two = (with_threads(n, lambda: loss_and_gradients(*inputs)) for n in (1, 2))
+    assert_same_bits(one, two)
+
+
+def test_large_kernels_do_not_depend_on_the_number_of_threads(with_threads):
+    x, dy, weight = drawn(1100, 64), drawn(1100, 64, seed=1), drawn(64)
+    q, k = drawn(2, 4, 96, 16), drawn(2, 2, 96, 16)
+    ids = np.random.default_rng(0).integers(0, 9, 1100).astype(np.int32)
+
+    def all_kernels():
+        y, saved = rms_norm.forward(np, x, weight, eps=1e-6)
+        z, gated = swiglu.forward(np, x)
+        a, scores = attention.forward(np, q, k, k, None, None)
+        return (
+            y,
+            *rms_norm.backward(np, dy, saved, eps=1e-6),
+            z,
+            *swiglu.backward(np, z, gated),
+            a,
+            *attention.backward(np, a, scores)[:3],
+            embedding.backward(np, x, (ids, (9, 64), x.dtype), into=(None,))[0],
+            gemm.multiply(x, dy, transpose_b=True),
+            global_norm.forward(np, drawn(200_000))[0],
+        )
+
+    one, two = (with_threads(n, all_kernels) for n in (1, 2))
+    assert_same_bits(one, two)
+
+
+def test_loss_agrees_with_float64_reference_when_logits_are_large():
+    inputs = head_inputs(scale=30.0)  # logits up to several hundred: the shift has to be raised
+    for value, truth in zip(
+        loss_and_gradients(*inputs), reference_loss_and_gradients(*inputs), strict=True
+    ):
+        assert np.linalg.norm(value - truth) <= 2e-5 * np.linalg.norm(truth)
+
+
+def test_a_later_larger_logit_raises_the_shift():
+    x, weight, targets, scale = head_inputs()
+    x[:] = 1.0
+    weight[:] = np.linspace(-40, 40, PADDED, dtype=np.float32)[:, None] / D * 4
+    inputs = (x, weight, targets, scale)
+    for value, truth in zip(
+        loss_and_gradients(*inputs), reference_loss_and_gradients(*inputs), strict=True
+    ):
+        assert np.linalg.norm(value - truth) <= 2e-5 * np.linalg.norm(truth)
+
+
+def test_padding_words_have_no_probability_and_no_gradient():
+    x, weight, targets, scale = head_inputs()
+    poisoned = weight.copy()
+    poisoned[VOCAB:] = np.nan
+    clean, dirty = (loss_and_gradients(x, w, targets, scale) for w in (weight, poisoned))
+    assert_same_bits(clean, dirty)
+    assert not dirty[2][VOCAB:].any()
+
+
+def test_ignored_tokens_change_nothing_whatever_they_hold():
+    x, weight, targets, scale = head_inputs()
+    poisoned = x.copy()
+    poisoned[targets < 0] = np.nan
+    clean, dirty = (loss_and_gradients(a, weight, targets, scale) for a in (x, poisoned))
+    assert_same_bits(clean, dirty)
+    assert not dirty[1][targets < 0].any()
+
+
+def test_all_targets_ignored_gives_loss_zero_and_gradient_zero():
+    x, weight, targets, scale = head_inputs()
+    loss, dx, dweight = loss_and_gradients(x, weight, np.full_like(targets, -100), scale)
+    assert loss == 0
+    assert not dx.any() and not dweight.any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_hidden_state_that_is_not_finite_gives_a_loss_that_is_not_finite(bad):
+    x, weight, targets, scale = head_inputs()
+    x[33, 7] = bad  # token 33 has a target
+    loss, _, _ = loss_and_gradients(x, weight, targets, scale)
+    assert not np.isfinite(loss)
+
+
+def test_a_weight_that_is_not_finite_gives_a_loss_that_is_not_finite():
+    x, weight, targets, scale = head_inputs()
+    weight[517, 3] = np.nan
+    loss, _, _ = loss_and_gradients(x, weight, targets, scale)
+    assert np.isnan(loss)
+
+
+def test_weight_gradient_is_added_to_the_buffer():
+    x, weight, targets, scale = head_inputs()
+    buffer = np.ones_like(weight)
+    head.loss_forward(np, x, weight, targets, scale, vocab_size=VOCAB, dweight_into=buffer)
+    np.testing.assert_allclose(
+        buffer, 1 + loss_and_gradients(x, weight, targets, scale)[2], rtol=0, atol=2e-7
+    )
+
+
+def test_token_logprob_does_not_depend_on_its_batch():
+    x, weight, targets, _ = head_inputs()
+    together, _ = head.logprob_forward(np, x, weight, targets, vocab_size=VOCAB)
+    alone = [
+        head.logprob_forward(np, x[i : i + 1], weight, targets[i : i + 1], vocab_size=VOCAB)[0][0]
+        for i in range(0, 70, 9)
+    ]
+    np.testing.assert_array_equal(together[::9], alone)
+
+
+def test_evaluation_and_training_give_the_same_loss():
+    x, weight, targets, scale = head_inputs()
+    evaluated, _ = head.loss_forward(np, x, weight, targets, scale, vocab_size=VOCAB)
+    assert evaluated == loss_and_gradients(x, weight, targets, scale)[0]
+
+
+@pytest.mark.parametrize("apply", [1, 0])
+@pytest.mark.parametrize("decayed", [0, 20_001, 40_000])
+def test_adamw_equals_its_numpy_reference_bit_for_bit(apply, decayed):
+    n = 40_000
+    p, g, m = (drawn(n, seed=s) for s in range(3))
+    v = drawn(n, seed=3) ** 2
+    hyper = np.array([1e-3, 0.19, 0.3, 0.7, apply], np.float32)
+    attrs = {"decayed": decayed, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    expected = [a.copy() for a in (p, g, m, v)]
+    adamw_op.reference.forward(np, *expected, hyper, None, **attrs)
+    adamw.forward(np, p, g, m, v, hyper, None, **attrs)
+    assert_same_bits((p, g, m, v), expected)
+    assert not g.any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad):
+    gradient = drawn(100_000)
+    gradient[70_001] = bad
+    norm, _ = global_norm.forward(np, gradient)
+    assert not np.isfinite(norm)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 5), (64, 40, 32), (65, 1, 97), (130, 70, 33)])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_own_gemm_agrees_with_blas(shape, transpose_a, transpose_b):
+    M, K, N = shape
+    a = drawn(K, M) if transpose_a else drawn(M, K)
+    b = drawn(N, K) if transpose_b else drawn(K, N)
+    c = gemm.multiply(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
+    truth = np.matmul(a.T if transpose_a else a, b.T if transpose_b else b)
+    assert np.linalg.norm(c - truth) <= 1e-6 * np.linalg.norm(truth)
+
+
+def test_attention_shows_a_score_that_is_not_a_number():
+    q, k, v = drawn(1, 2, 9, 4), drawn(1, 1, 9, 4), drawn(1, 1, 9, 4)
+    k[0, 0, 4, 1] = np.nan
+    y, _ = attention.forward(np, q, k, v, None, None)
+    assert np.isfinite(y[:, :, :4]).all()
+    assert np.isnan(y[:, :, 4:]).all()

@@ -1,0 +1,104 @@
+"""Cross-entropy of rows of logits: log-probability of the target and the gradient, in place.
+
+    logp = z[target] - log sum exp z,   dz = coefficient (softmax(z) - onehot(target))
+
+over the first `vocab_size` columns; the columns beyond are padding and get gradient 0. One block a
+row: the first pass keeps a running maximum and sum a thread, the second reads the row again while
+it is still in the second-level cache and writes the gradient. Arithmetic is fp32.
+Bytes a logit of s bytes, gradient of r: s + r (and s from the cache).
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, int64
+
+from xtrain.cuda.block import row_max, row_sum
+from xtrain.cuda.formula import LOG2_E, exp2, log2
+from xtrain.cuda.launch import Kernel, i64, pointer
+from xtrain.cuda.words import access, are_aligned, scalar_access
+
+MOST_THREADS = 1024  # one block a multiprocessor: its row stays in the second-level cache
+VALUES = 16  # fp32 values in flight a thread; more would not fit the registers of 1024 threads
+LOG2E, LN2 = np.float32(LOG2_E), np.float32(1 / LOG2_E)
+LOWEST = np.float32(-3.0e38)  # below every logit, and its difference from one is finite
+
+
+@functools.cache
+def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: bool) -> Kernel:
+    width, load, _ = access(dtype, aligned)
+    load_one = scalar_access(dtype)[0]
+    store = access(out_dtype, aligned, width).store
+    largest, total = row_max(threads), row_sum(threads)
+    words, values, piece = VALUES // width, VALUES, VALUES * threads
+
+    def cross_entropy(z, targets, coefficient, logp, dz, columns, vocab_size):
+        scratch = cuda.shared.array(threads, float32)
+        v = cuda.local.array(values, float32)
+        row = cuda.blockIdx.x
+        base = row * columns
+        target = int64(targets[row])
+        counts = target >= 0
+        peak, weight = LOWEST, float32(0)
+        for start in range(0, vocab_size if counts else 0, piece):
+            for w in range(words):
+                at = start + (w * threads + cuda.threadIdx.x) * width
+                load(z, base + at, columns - at, v, w * width)
+            higher = peak
+            for w in range(words):
+                at = start + (w * threads + cuda.threadIdx.x) * width
+                for i in range(width):
+                    j = w * width + i
+                    v[j] = v[j] * LOG2E if at + i < vocab_size else LOWEST
+                    higher = max(higher, v[j])
+            weight *= exp2(peak - higher)
+            peak = higher
+            for i in range(values):
+                weight += exp2(v[i] - peak)
+        highest = largest(peak, scratch)
+        weight = total(weight * exp2(peak - highest), scratch)
+        if not counts:  # nothing was read; the gradient below becomes exactly 0
+            highest, weight = float32(0), float32(1)
+        if cuda.threadIdx.x == 0:
+            picked = load_one(z, base + target) * LOG2E - highest if counts else float32(0)
+            logp[row] = (picked - log2(weight)) * LN2 if counts else float32(0)
+        if differentiates:
+            cuda.syncthreads()  # the target's logit is read before a gradient takes its place
+            factor = coefficient[row] if counts else float32(0)
+            scale = factor / weight
+            for start in range(0, columns, piece):
+                for w in range(words):
+                    at = start + (w * threads + cuda.threadIdx.x) * width
+                    load(z, base + at, vocab_size - at if counts else int64(0), v, w * width)
+                for w in range(words):
+                    at = start + (w * threads + cuda.threadIdx.x) * width
+                    for i in range(width):
+                        j = w * width + i
+                        gradient = exp2(v[j] * LOG2E - highest) * scale
+                        gradient -= factor if at + i == target else float32(0)
+                        v[j] = gradient if counts and at + i < vocab_size else float32(0)
+                for w in range(words):
+                    at = start + (w * threads + cuda.threadIdx.x) * width
+                    store(dz, base + at, columns - at, v, w * width)
+
+    fp32 = pointer("float32")
+    signature = (pointer(dtype), pointer("int32"), fp32, fp32, pointer(out_dtype), i64, i64)
+    return Kernel(cross_entropy, threads, *signature)
+
+
+def cross_entropy_rows(xp, logits, targets, coefficient, logp, dlogits, *, vocab_size) -> None:
+    """Log-probabilities of targets, and the logits' gradient if dlogits is given.
+
+    logits: (R, Vpad) fp32 or bf16.  targets: (R,) int32, negative = ignored: logp 0, gradient 0.
+    coefficient: (R,) fp32, or None without dlogits.  logp: (R,) fp32, written.  dlogits: (R, Vpad)
+    fp32 or bf16, all of it written; may be logits itself.
+    """
+    rows, columns = logits.shape
+    out = logits if dlogits is None else dlogits
+    aligned = are_aligned(columns, logits, out)
+    threads = 32
+    while threads < MOST_THREADS and threads * VALUES < columns:
+        threads *= 2
+    kernel = rows_kernel(logits.dtype, out.dtype, aligned, threads, dlogits is not None)
+    kernel(rows, logits, targets, coefficient, logp, dlogits, columns, vocab_size)
