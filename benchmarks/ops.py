@@ -153,7 +153,7 @@ def _measure_case(case: Case, work: Work, device, rates: floor.Rates) -> list[Re
             case,
             "forward",
             lambda: chosen.forward(xp, *case.inputs, **case.attrs),
-            floor.op_bytes(case.op.name, case.inputs, y, updated=bool(case.op.mutates)),
+            floor.op_bytes(case.op.name, case.inputs, y, mutates=case.op.mutates),
             work,
             device,
             rates,

@@ -46,6 +46,7 @@ def profile_step(work: Work, *, show: bool) -> list[Result]:
     step = OurStep(load_config(work.model, work.seq), work, device)
     eager_ms, records = _by_op(step, device)
     rows = _op_rows(records, eager_ms, device.xp, rates)
+    device.restart_peak()  # the captured step has a pool of its own: there is no room for two
     for _ in range(4):
         step()
     device.synchronize()
@@ -122,7 +123,7 @@ def _timed(name: str, made: Implementation, records: list[Record], cupy) -> Impl
         ended = _event(cupy)
         ended.record()
         flop = floor.op_flop(name, arrays, attrs, "forward")
-        moved = floor.op_bytes(name, arrays, y, updated=bool(OPS[name].mutates))
+        moved = floor.op_bytes(name, arrays, y, mutates=OPS[name].mutates)
         records.append(Record(name, "forward", started, ended, flop, moved))
         return y, (arrays, saved)
 
@@ -135,7 +136,10 @@ def _timed(name: str, made: Implementation, records: list[Record], cupy) -> Impl
         ended.record()
         attrs = {k: v for k, v in options.items() if k != "into"}
         flop = floor.op_flop(name, arrays, attrs, "backward")
-        moved = floor.op_backward_bytes(name, dy, inner, gradients, options.get("into"))
+        # A loss that made its gradients in forward has nothing left to move.
+        done = attrs.get("dweight_into") is not None
+        into = options.get("into")
+        moved = 0.0 if done else floor.op_backward_bytes(name, dy, inner, gradients, into)
         records.append(Record(name, "backward", started, ended, flop, moved))
         return gradients
 

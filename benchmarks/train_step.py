@@ -124,6 +124,7 @@ def measure(
         warm_up=4,
     )
     step_s = statistics.median(our_s)
+    of_device = _device_detail(device, ours, theirs)  # before the rates' own arrays
     rates = floor.measured_rates(device, work.precision)
     flop = work.tokens * floor.flop_per_token(config, work.seq)
     floor_s = floor.step_floor_s(
@@ -145,7 +146,7 @@ def measure(
         detail["mfu"] = flop / step_s / floor.MFU_FLOPS
     if peer_s:
         detail["peer_step_ms"] = statistics.median(peer_s) * 1e3
-    detail |= _device_detail(device, ours, theirs)
+    detail |= of_device
     detail["loss"] = _require_finite(ours.loss())
     return Result(
         name=name,
@@ -211,11 +212,12 @@ def _device_detail(device, ours: OurStep, theirs) -> dict:
     detail = {
         "host_ms": statistics.median(times) * 1e3,
         "allocations": device.memory().allocations - before,
-        "memory_gb": device.memory().peak_bytes / 2**30,
+        "memory_reserved_gb": device.memory().peak_bytes / 2**30,
     }
     if theirs is not None:
         import torch
 
+        detail["peer_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
         detail["peer_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return detail
 

@@ -16,7 +16,7 @@ from gates.ledger import Ledger, check_record
 from gates.measure import Standing
 from xtrain.errors import UsageError
 from xtrain.mirror import Mirror, read_note
-from xtrain.mlflow_store import one_line, open_store, store_uri
+from xtrain.mlflow_store import one_line, open_store, sqlite_path, store_uri
 from xtrain.track import RunDir, all_runs
 
 ALIAS = "promoted"
@@ -133,6 +133,9 @@ def model_directory(uri: str) -> Path:
         name, found, alias = name.partition("/")
     if not uri.startswith("models:/") or not name or not alias:
         raise UsageError(f"{uri}: write models:/NAME@ALIAS or models:/NAME/VERSION")
+    database = sqlite_path(store_uri())
+    if database is not None and not database.exists():  # asking must not create one
+        raise UsageError(f"{uri}: there is no {database.name} in this directory to look it up in")
     try:
         client = open_store(store_uri())
         by_alias = client.get_model_version_by_alias if "@" in uri else client.get_model_version

@@ -60,6 +60,7 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
         return 0
     check_vocabulary(run)
     root = Path(run.out)
+    _choose(run, typed)  # what differs is refused before the text is prepared
     for path in reap_stale(root, say):
         say(f"{path} had no process any more: marked KILLED")
     catch_up(root, say)
@@ -67,39 +68,46 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
     prepared = prepare_data(run.data, data_cache(root))
     training_windows(run, prepared)  # raises when the text is too short for one sequence
     eval_windows(run, prepared)
-    wanted = _checkpoint_named(run.resume)
+    fingerprints = {"data": prepared.fingerprint}
+    out, notice = _choose(run, typed, fingerprints)
+    if notice:
+        say(notice)
     learner = build(run, initialize=origin is None)
     if origin is not None:
         load_origin(origin, learner)
-    out, notice = choose_run(
+    if out is not None:
+        start, lines = pretrain.resume_point(out, learner, _checkpoint_named(run.resume))
+        for line in lines:
+            say(line)
+        out = continue_run(out, from_step=start, facts=system_facts())
+        return _under_way(run, learner, prepared, out, start)
+    out = open_run(
         root,
         run.name,
         run.phase.name,
         dataclasses.asdict(run),
+        config_text=resolved_yaml(run),
+        fingerprints={"config": config_fingerprint(run), **fingerprints},
+        facts=system_facts(),
+    )
+    return _under_way(run, learner, prepared, out, 0)
+
+
+def _choose(
+    run: RunConfig, typed: Sequence[str], fingerprints: dict[str, str] | None = None
+) -> tuple[RunDir | None, str]:
+    """The run directory to go on with, or None, and a line to say; UsageError for what differs."""
+    wanted = _checkpoint_named(run.resume)
+    return choose_run(
+        run.out,
+        run.name,
+        run.phase.name,
+        dataclasses.asdict(run),
         resume=run.resume if wanted is None else str(wanted.parent.parent),
-        typed=any(o.startswith("resume=") for o in typed),
-        fingerprints={"data": prepared.fingerprint},
+        typed=any(override.startswith("resume=") for override in typed),
+        fingerprints=fingerprints,
         ignore=[key.rstrip(".") for key in BOOKKEEPING],
     )
-    if notice:
-        say(notice)
-    start = 0
-    if out is None:
-        out = open_run(
-            root,
-            run.name,
-            run.phase.name,
-            dataclasses.asdict(run),
-            config_text=resolved_yaml(run),
-            fingerprints={"config": config_fingerprint(run), "data": prepared.fingerprint},
-            facts=system_facts(),
-        )
-    else:
-        start, lines = pretrain.resume_point(out, learner, wanted)
-        for line in lines:
-            say(line)
-        out = continue_run(out, from_step=start, facts=system_facts())
-    return _under_way(run, learner, prepared, out, start)
 
 
 def resolve(run: RunConfig) -> RunConfig:

@@ -22,12 +22,8 @@ def head_inputs(n=70, scale=1.0):
     """x, weight, targets and the loss scale of a head with padding and ignored targets."""
     targets = np.random.default_rng(3).integers(0, VOCAB, n).astype(np.int32)
     targets[::5] = -100
-    return (
-        drawn(n, D),
-        drawn(PADDED, D, scale=scale),
-        targets,
-        np.float32(1 / n) * np.ones((), np.float32),
-    )
+    loss_scale = np.full((), 1 / n, np.float32)
+    return drawn(n, D), drawn(PADDED, D, scale=scale), targets, loss_scale
 
 
 def loss_and_gradients(x, weight, targets, scale):
@@ -133,6 +129,13 @@ def test_ignored_tokens_change_nothing_whatever_they_hold():
     clean, dirty = (loss_and_gradients(a, weight, targets, scale) for a in (x, poisoned))
     assert_same_bits(clean, dirty)
     assert not dirty[1][targets < 0].any()
+
+
+def test_a_target_beyond_the_vocabulary_is_refused():
+    x, weight, targets, scale = head_inputs()
+    targets[2] = VOCAB
+    with pytest.raises(ValueError, match="target 1003 of 1003 words"):
+        loss_and_gradients(x, weight, targets, scale)
 
 
 def test_all_targets_ignored_gives_loss_zero_and_gradient_zero():

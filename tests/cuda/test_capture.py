@@ -1,4 +1,4 @@
-"""The device, its products and the captured training step, on a GPU."""
+"""The device and the captured training step, on a GPU."""
 
 import gc
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from xtrain.engine import device as devices
-from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import OutOfDeviceMemory, UsageError
 from xtrain.models.config import Qwen3Config
@@ -32,10 +31,7 @@ CONFIG = Qwen3Config(
 
 @pytest.fixture
 def device():
-    try:
-        return devices.use("cuda")
-    except UsageError as problem:
-        pytest.skip(str(problem))
+    return devices.use("cuda")
 
 
 def make_step(device, precision="fp32", *, dropout=0.0, remat="none") -> TrainingStep:
@@ -160,53 +156,3 @@ def test_waiting_inside_a_step_and_capturing_it_exclude_each_other(device):
     device.op_sync = True
     with pytest.raises(UsageError, match=r"features\.op_sync"):
         device.capture(lambda: None)
-
-
-@pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize("transpose_a", [False, True])
-@pytest.mark.parametrize("dtype, limit", [(float32, 1e-6), (bfloat16, 4e-3)])
-def test_products_agree_with_float64(device, dtype, limit, transpose_a, transpose_b):
-    from xtrain.cuda.gemm import gemm
-
-    source = np.random.default_rng(1)
-    a = source.standard_normal((96, 72) if transpose_a else (72, 96)).astype(dtype)
-    b = source.standard_normal((40, 96) if transpose_b else (96, 40)).astype(dtype)
-    out = device.xp.full((72, 40), np.nan, np.float32).astype(dtype)
-    gemm(
-        device.array(a),
-        device.array(b),
-        out,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        alpha=0.5,
-    )
-    left, right = (m.astype(np.float64) for m in (a, b))
-    truth = 0.5 * (left.T if transpose_a else left) @ (right.T if transpose_b else right)
-    error = device.host(out).astype(np.float64) - truth
-    assert np.linalg.norm(error) <= limit * np.linalg.norm(truth)
-
-
-def test_a_bf16_product_is_added_to_an_fp32_buffer(device):
-    from xtrain.cuda.gemm import gemm
-
-    source = np.random.default_rng(2)
-    dy, x = (source.standard_normal((64, n)).astype(bfloat16) for n in (24, 40))
-    buffer = device.xp.ones((24, 40), np.float32)
-    gemm(device.array(dy), device.array(x), buffer, transpose_a=True, beta=1.0)
-    truth = 1 + dy.astype(np.float64).T @ x.astype(np.float64)
-    error = device.host(buffer) - truth
-    assert np.linalg.norm(error) <= 1e-6 * np.linalg.norm(truth)
-
-
-def test_a_batched_product_of_slices_writes_only_its_slice(device):
-    from xtrain.cuda.gemm import gemm_batched
-
-    source = np.random.default_rng(3)
-    q, k = (source.standard_normal((6, n, 16)).astype(np.float32) for n in (32, 24))
-    out = device.xp.zeros((6, 32, 24), np.float32)
-    gemm_batched(
-        device.array(q)[:, 8:16], device.array(k)[:, :16], out[:, 8:16, :16], transpose_b=True
-    )
-    truth = np.zeros((6, 32, 24))
-    truth[:, 8:16, :16] = q[:, 8:16].astype(np.float64) @ k[:, :16].swapaxes(1, 2)
-    np.testing.assert_allclose(device.host(out), truth, atol=1e-5)

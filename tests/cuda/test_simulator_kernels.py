@@ -1,4 +1,4 @@
-"""Kernels that are not ops by themselves, and bits that must be equal, in Numba's CUDA simulator."""
+"""Kernels that are no op by themselves, and bits that must be equal, in Numba's simulator."""
 
 import numpy as np
 import pytest

@@ -3,8 +3,8 @@
 B is packed once into panels of LANES columns, (panels, K, LANES) with zeros beyond the last column,
 so a tile's loads are aligned and contiguous whichever way B lies. Then each block of rows of C runs
 over the panels, tile by tile (`xtrain.cpu.tile`). A is read in place, but a block whose k lie pages
-apart, or that is no whole number of tiles, is copied first. Each element of C is one sum over k in order: the
-bits depend neither on the number of threads nor on the sizes around it.
+apart, or that is no whole number of tiles, is copied first. Each element of C is one sum over k in
+order: the bits depend neither on the number of threads nor on the sizes around it.
 """
 
 import numpy as np

@@ -17,6 +17,6 @@ PRANGE_ONLY = ParallelOptions(
     }
 )
 
-# Elements up to which a kernel stays on the calling thread: waking the others takes 10 to 20 us on an
-# idle machine and far longer on a busy one, and a core normalizes this many in about 30.
+# Elements up to which a kernel stays on the calling thread: waking the others takes 10 to 20 us on
+# an idle machine and far longer on a busy one, and a core normalizes this many in about 30.
 SERIAL = 65536

@@ -1,8 +1,8 @@
 """Per-head RMSNorm, rotation and head layout on the CPU. See `xtrain.engine.ops.qk_norm_rope`.
 
-One pass over qkv each way. fp32; cosines and sines come from a table of the reference's fp32 angles.
-Rows of the batch are independent and their parts of the gains' gradients are summed in order, so the
-bits do not depend on the number of threads.
+One pass over qkv each way. fp32; cosines and sines come from a table of the reference's fp32
+angles. Rows of the batch are independent and their parts of the gains' gradients are summed in
+order, so the bits do not depend on the number of threads.
 """
 
 from functools import lru_cache

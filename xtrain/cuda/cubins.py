@@ -39,7 +39,13 @@ def _write(path: Path, machine_code: bytes) -> None:
 
 
 def _key(kernel, capability) -> str:
-    parts = (_sources(), kernel.block, str(kernel.signature), str(capability), _identity(kernel.fn, set()))
+    parts = (
+        _sources(),
+        kernel.block,
+        str(kernel.signature),
+        str(capability),
+        _identity(kernel.fn, set()),
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -87,6 +87,14 @@ def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, 
     )
 
 
+def as_operand(xp, array):
+    """The array, or a contiguous copy when neither its rows nor its columns are contiguous."""
+    rows, columns = array.shape[-2:]
+    down, across = (stride // array.itemsize for stride in array.strides[-2:])
+    by_rows, by_columns = across == 1 and down >= columns, down == 1 and across >= rows
+    return array if by_rows or by_columns else xp.ascontiguousarray(array)
+
+
 class Arrangement:
     """How cuBLAS is told of one row-major operand, whose transpose it sees, being column-major.
 

@@ -11,7 +11,7 @@ only on the device. The words beyond vocab_size are padding and get zeros.
 
 import numpy as np
 
-from xtrain.cuda.gemm import gemm
+from xtrain.cuda.gemm import as_operand, gemm
 from xtrain.cuda.kernels.cross_entropy import cross_entropy_rows
 from xtrain.cuda.kernels.linear import as_rows
 from xtrain.engine.dtype import float32
@@ -24,6 +24,7 @@ LOGIT_BYTES = 1 << 30  # at most, of a chunk's fp32 logits: 4096 rows of 50304 w
 def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):
     """See `xtrain.engine.ops.cross_entropy`."""
     rows, flat = as_rows(xp, x), xp.ascontiguousarray(targets).reshape(-1)
+    weight = as_operand(xp, weight)
     if dweight_into is None:
         logp = _log_probabilities(xp, rows, weight, flat, vocab_size)
         return _loss(xp, logp, scale), (x, weight, flat, scale)
@@ -47,7 +48,7 @@ def loss_backward(xp, dy, saved, *, vocab_size, dweight_into=None, into):
 
 def logprob_forward(xp, x, weight, targets, *, vocab_size):
     """See `xtrain.engine.ops.cross_entropy`."""
-    flat = xp.ascontiguousarray(targets).reshape(-1)
+    flat, weight = xp.ascontiguousarray(targets).reshape(-1), as_operand(xp, weight)
     logp = _log_probabilities(xp, as_rows(xp, x), weight, flat, vocab_size)
     return logp.reshape(targets.shape), (x, weight, flat)
 

@@ -14,6 +14,7 @@ import cupy
 from xtrain.errors import OutOfDeviceMemory
 
 GIB = 2.0**30
+MEMORY_ALLOCATION_ERROR = 2  # cudaErrorMemoryAllocation
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,17 @@ def shared_pool() -> Pool:
     return Pool(account())
 
 
+def lasting():
+    """A context whose arrays may outlive the captured step in whose warm-up they are made."""
+    return cupy.cuda.using_allocator(shared_pool().allocate)
+
+
 def allocate_unpooled(size: int):
     """One request to the driver for every array: what a pool saves; for comparison only."""
     try:
         return account().driver_malloc(size)
     except cupy.cuda.runtime.CUDARuntimeError as problem:
-        if problem.status != cupy.cuda.runtime.errorMemoryAllocation:
+        if problem.status != MEMORY_ALLOCATION_ERROR:
             raise
         raise OutOfDeviceMemory(_what_would_fit(size)) from None
 

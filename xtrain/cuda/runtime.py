@@ -17,13 +17,14 @@ PACKAGES = (
     "cuda-core",
     "cuda-bindings",
 )
+REQUIRED = {"cupy": "CuPy", "numba_cuda": "numba-cuda", "nvmath": "nvmath-python"}
 NUMPY_BELOW = (2, 5)  # numba-cuda 0.30 fails to import with NumPy 2.5, which dropped row_stack
 COMPUTE_CAPABILITY = (8, 0)  # bf16 arithmetic and cp.async
 
 
 def why_unusable() -> str | None:
     """One line saying why CUDA kernels cannot run here, or None when they can."""
-    for module, package in (("cupy", "CuPy"), ("numba_cuda", "numba-cuda")):
+    for module, package in REQUIRED.items():
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed (pip install 'xtrain[cuda12]' or 'xtrain[cuda13]')"
     version = metadata.version("numpy")

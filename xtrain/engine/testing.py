@@ -3,6 +3,7 @@
 Tolerances: rounding of a sum of n terms grows like sqrt(n) times the dtype's epsilon. A result may
 be off by 8 such units, relative to its L2 norm; 8 covers the handful of roundings an element sees
 besides the longest sum. fp32 kernels are compared with the float64 reference on the same inputs.
+Samples are drawn on the host and run on the current device.
 """
 
 import contextlib
@@ -66,18 +67,37 @@ def relative_error(value, truth) -> float:
     return float(np.linalg.norm((value - truth) / scale) / np.linalg.norm(truth / scale))
 
 
-def run_pair(op: Op, implementation, arrays: list, attrs: dict, dys=None):
-    """Outputs and input gradients of one implementation, on plain arrays."""
-    xp = device.current().xp
-    y, saved = implementation.forward(xp, *arrays, **attrs)
+def run_pair(op: Op, implementation, arrays: list, attrs: dict, dys=None, *, into=None):
+    """Outputs and input gradients of one implementation, all on the host.
+
+    into: gradient buffers by number of the input, added to in place; others are returned.
+    """
+    here = device.current()
+    placed = [_place(here, a) for a in arrays]
+    y, saved = implementation.forward(here.xp, *placed, **attrs)
     ys = y if isinstance(y, tuple) else (y,)
+    for i in op.mutates:
+        _bring_back(here, placed[i], arrays[i])
     if dys is None or implementation.backward is None:
-        return ys, None
-    extra = {}
+        return tuple(here.host(y) for y in ys), None
+    extra, buffers = {}, {i: _place(here, b) for i, b in (into or {}).items()}
     if implementation.accumulates:
-        extra["into"] = tuple(None for _ in implementation.accumulates)
-    dy = tuple(dys) if len(ys) > 1 else dys[0]
-    return ys, implementation.backward(xp, dy, saved, **extra, **attrs)
+        extra["into"] = tuple(buffers.get(i) for i in implementation.accumulates)
+    dy = tuple(_place(here, d) for d in dys)
+    dxs = implementation.backward(here.xp, dy if len(ys) > 1 else dy[0], saved, **extra, **attrs)
+    for i, buffer in buffers.items():
+        _bring_back(here, buffer, into[i])
+    return tuple(map(here.host, ys)), tuple(None if d is None else here.host(d) for d in dxs)
+
+
+def _place(here, a):
+    """The array on the device; on the CPU the array itself, so that its strides are tested too."""
+    return a if a is None or here.xp is np else here.array(a)
+
+
+def _bring_back(here, array, host) -> None:
+    if host is not None and array is not host:
+        host[...] = here.host(array)
 
 
 def draw_like(ys, dtype) -> list:
@@ -95,29 +115,30 @@ def gradient_error(op: Op, sample: Sample) -> float:
     Every differentiable input gets its own direction, and then all move together. Returns the worst
     |analytic - numeric| / max(|analytic|, |numeric|, 1).
     """
-    arrays = draw(op, sample, np.float64)
+    here = device.current()
+    arrays = [_place(here, a) for a in draw(op, sample, np.float64)]
     leaves = [Tensor(a, requires_grad=True) if _is_float(a) else a for a in arrays]
     source = np.random.default_rng(11)
+
+    def random(shape):
+        return here.array(np.asarray(source.standard_normal(shape)))
 
     def outputs(values):
         y = op(*values, **sample.attrs)
         return y if isinstance(y, tuple) else (y,)
 
     ys = outputs(leaves)
-    dys = [source.standard_normal(y.shape) for y in ys]
-    backward(list(ys), [np.asarray(d) for d in dys])
+    dys = [random(y.shape) for y in ys]
+    backward(list(ys), dys)
     chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _has_grad(leaf)]
-    directions = {i: source.standard_normal(arrays[i].shape) for i in chosen}
+    directions = {i: random(arrays[i].shape) for i in chosen}
     worst = 0.0
     for group in [[i] for i in chosen] + [chosen]:
         analytic = sum(float((leaves[i].grad * directions[i]).sum()) for i in group)
 
         def along(t, group=group):
             moved = [a + t * directions[i] if i in group else a for i, a in enumerate(arrays)]
-            return sum(
-                float((np.asarray(y.data) * d).sum())
-                for y, d in zip(outputs(moved), dys, strict=True)
-            )
+            return sum(float((y.data * d).sum()) for y, d in zip(outputs(moved), dys, strict=True))
 
         numeric = (along(STEP) - along(-STEP)) / (2 * STEP)
         worst = max(worst, abs(analytic - numeric) / max(abs(analytic), abs(numeric), 1.0))
@@ -133,7 +154,10 @@ def _has_grad(leaf: Tensor) -> bool:
 
 
 def kernel_error_ratio(op: Op, sample: Sample, name: str) -> float:
-    """Worst error of a fused implementation in fp32, over its tolerance; <= 1 is within."""
+    """Worst error of a fused implementation in fp32, over its tolerance; <= 1 is within.
+
+    Gradients that it can add to a buffer are also checked that way, on a buffer that holds as much.
+    """
     narrow = draw(op, sample, float32)
     wide = [a.astype(float64) if _is_float(a) else a for a in narrow]
     truth_y, _ = run_pair(op, op.reference, wide, sample.attrs)
@@ -147,6 +171,11 @@ def kernel_error_ratio(op: Op, sample: Sample, name: str) -> float:
     pairs += [(narrow[i], wide[i]) for i in op.mutates]
     if dxs is not None:
         pairs += [(d, t) for d, t in zip(dxs, truth_dx, strict=True) if t is not None]
+    accumulated = op.fused[name].accumulates if truth_dx is not None else ()
+    into = {i: truth_dx[i].astype(float32) for i in accumulated if truth_dx[i] is not None}
+    if into:
+        run_pair(op, op.fused[name], draw(op, sample, float32), sample.attrs, dys, into=into)
+        pairs += [(into[i], 2 * truth_dx[i]) for i in into]
     limit = tolerance(float32, sample.reduced)
     return max(relative_error(value, truth) / limit for value, truth in pairs)
 

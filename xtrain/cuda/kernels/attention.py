@@ -20,7 +20,7 @@ import math
 
 import numpy as np
 
-from xtrain.cuda.gemm import gemm_batched
+from xtrain.cuda.gemm import as_operand, gemm_batched
 from xtrain.cuda.kernels.softmax import causal_softmax, causal_softmax_backward
 from xtrain.engine.dtype import float32
 from xtrain.engine.ops.attention import attention
@@ -33,20 +33,20 @@ QUERY_MULTIPLE = 64
 def forward(xp, q, k, v, starts, offsets):
     """See `xtrain.engine.ops.attention`."""
     problem = _Problem(q, k, starts, offsets)
-    keys, values = _by_head(k), _by_head(v)
+    keys, values = _by_head(xp, k), _by_head(xp, v)
     rows = _query_major(xp, q, problem.kv_heads)
     y = xp.empty_like(rows)
     for block in problem.blocks():
         p = _probabilities(xp, problem, block, rows, keys)
         gemm_batched(p, values[:, : block.visible], y[:, block.rows])
-    return _head_major(xp, y, q.shape, problem.kv_heads), (q, k, v, starts, offsets)
+    return _token_major(xp, y, q.shape, problem.kv_heads), (q, k, v, starts, offsets)
 
 
 def backward(xp, dy, saved):
     """See `xtrain.engine.ops.attention`."""
     q, k, v, starts, offsets = saved
     problem = _Problem(q, k, starts, offsets)
-    keys, values = _by_head(k), _by_head(v)
+    keys, values = _by_head(xp, k), _by_head(xp, v)
     rows, drows = (_query_major(xp, array, problem.kv_heads) for array in (q, dy))
     dq = xp.empty_like(rows)
     blocks = problem.blocks()
@@ -128,34 +128,50 @@ def _probabilities(xp, problem: _Problem, block: _Block, rows, keys):
     return p
 
 
-def _by_head(x):
+def _by_head(xp, x):
     """(B, Hk, S, Dh) -> (B * Hk, S, Dh); a view, also of the used part of a cache."""
-    return x.reshape(-1, *x.shape[2:])
+    return as_operand(xp, x.reshape(-1, *x.shape[2:]))
 
 
 def _query_major(xp, x, kv_heads):
     """(B, H, T, Dh) -> (B * Hk, T * G, Dh): row t * G + g is query t of the group's head g."""
     B, H, T, Dh = x.shape
-    if kv_heads == H:
-        return xp.ascontiguousarray(x).reshape(B * H, T, Dh)
-    grouped = x.reshape(B, kv_heads, H // kv_heads, T, Dh).transpose(0, 1, 3, 2, 4)
-    return _copied(xp, grouped).reshape(B * kv_heads, -1, Dh)
+    grouped = (B, kv_heads, H // kv_heads, T)
+    return _moved(xp, x, grouped, (0, 1, 3, 2, 4)).reshape(B * kv_heads, -1, Dh)
 
 
 def _head_major(xp, rows, shape, kv_heads):
-    """The inverse of `_query_major`, in the given shape (B, H, T, Dh)."""
+    """The inverse of `_query_major`: contiguous, in the given shape (B, H, T, Dh)."""
+    B, H, T, _ = shape
+    return _moved(xp, rows, (B, kv_heads, T, H // kv_heads), (0, 1, 3, 2, 4)).reshape(shape)
+
+
+def _token_major(xp, rows, shape, kv_heads):
+    """As `_head_major`, but stored as (B, T, H, Dh), which the projection that follows reads."""
     B, H, T, Dh = shape
-    if kv_heads == H:
-        return rows.reshape(shape)
-    grouped = rows.reshape(B, kv_heads, T, H // kv_heads, Dh).transpose(0, 1, 3, 2, 4)
-    return _copied(xp, grouped).reshape(shape)
+    stored = _moved(xp, rows, (B, kv_heads, T, H // kv_heads), (0, 2, 1, 3, 4))
+    return stored.reshape(B, T, H, Dh).transpose(0, 2, 1, 3)
 
 
-def _copied(xp, x):
-    """A contiguous copy, moved in words of 8 bytes where rows consist of them: 4 bf16 at a time."""
-    if x.strides[-1] != x.itemsize or x.shape[-1] * x.itemsize % 8:
-        return xp.ascontiguousarray(x)
-    return xp.ascontiguousarray(x.view(np.uint64)).view(x.dtype)
+def _moved(xp, x, leading, axes):
+    """x with its leading axes cut into `leading` and then permuted; contiguous.
+
+    Moved in words of 8 bytes, 4 bf16 at a time, where rows consist of them.
+    """
+    words = _as_words(xp, x)
+    words = words.reshape(*leading, words.shape[-1]).transpose(axes)
+    return xp.ascontiguousarray(words).view(x.dtype)
+
+
+def _as_words(xp, x):
+    """x, its last axis as 8-byte words, in whatever order the other axes are stored."""
+    if x.shape[-1] * x.itemsize % 8:
+        return x
+    stored_order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
+    stored = x.transpose(stored_order)
+    if stored_order[-1] != x.ndim - 1 or not stored.flags.c_contiguous:
+        return xp.ascontiguousarray(x).view(np.uint64)
+    return stored.view(np.uint64).transpose([stored_order.index(axis) for axis in range(x.ndim)])
 
 
 attention.fuse("cuda", forward, backward)

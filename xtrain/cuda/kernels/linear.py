@@ -3,12 +3,13 @@
 Operands are fp32 or bf16, alike; sums run in fp32. No copy of a weight or of its gradient is made.
 """
 
-from xtrain.cuda.gemm import gemm
+from xtrain.cuda.gemm import as_operand, gemm
 from xtrain.engine.ops.linear import linear, matmul
 
 
 def linear_forward(xp, x, weight):
     """See `xtrain.engine.ops.linear`."""
+    weight = as_operand(xp, weight)
     y = xp.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
     gemm(as_rows(xp, x), weight, y.reshape(-1, y.shape[-1]), transpose_b=True)
     return y, (x, weight)
@@ -30,6 +31,7 @@ def linear_backward(xp, dy, saved, *, into):
 
 def matmul_forward(xp, a, b, *, transpose_a=False, transpose_b=False):
     """See `xtrain.engine.ops.linear`."""
+    a, b = as_operand(xp, a), as_operand(xp, b)
     rows = a.shape[1] if transpose_a else a.shape[0]
     columns = b.shape[0] if transpose_b else b.shape[1]
     y = xp.empty((rows, columns), a.dtype)
@@ -39,7 +41,7 @@ def matmul_forward(xp, a, b, *, transpose_a=False, transpose_b=False):
 
 def matmul_backward(xp, dy, saved, *, transpose_a=False, transpose_b=False):
     """See `xtrain.engine.ops.linear`."""
-    a, b = saved
+    (a, b), dy = saved, as_operand(xp, dy)
     da, db = xp.empty(a.shape, a.dtype), xp.empty(b.shape, b.dtype)
     if transpose_a:
         gemm(b, dy, da, transpose_a=transpose_b, transpose_b=True)

@@ -55,7 +55,13 @@ def head_shape(heads: int, kv_heads: int, head_dim: int, *arrays) -> HeadShape:
 def frequencies(number: int, head_dim: int, theta: float, xp):
     """theta**(-2i / Dh) on device `number`, fp32 (Dh / 2,), as the reference computes it."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
-    return xp.asarray((1.0 / theta**exponent).astype(np.float32))
+    table = (1.0 / theta**exponent).astype(np.float32)
+    if xp is np:
+        return table
+    from xtrain.cuda.memory import lasting
+
+    with lasting():  # kept across steps, so it must not lie in the pool of one of them
+        return xp.asarray(table)
 
 
 @functools.cache

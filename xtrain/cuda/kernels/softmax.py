@@ -45,7 +45,9 @@ def forward_kernel(dtype, out_dtype, shape: Shape, causal, has_starts, has_offse
     largest, total = row_max(threads), row_sum(threads)
     values, block = shape.values, shape.block
 
-    def softmax_forward(z, p, starts, offsets, rows, keys, batch_rows, group, first, queries, heads):
+    def softmax_forward(
+        z, p, starts, offsets, rows, keys, batch_rows, group, first, queries, heads
+    ):
         scratch = cuda.shared.array(block, float32)
         v = cuda.local.array(values, float32)
         row = cuda.blockIdx.x * rows_here + cuda.threadIdx.x // threads

@@ -1,4 +1,4 @@
-"""c = a + b for fp32 vectors, as a Numba-CUDA kernel and as CUDA C++: proof that both toolchains work.
+"""c = a + b for fp32 vectors as a Numba kernel and as CUDA C++: proof that both toolchains work.
 
 a, b, c: (n,) fp32. One addition an element, so every backend gives the same bits. 12 bytes an
 element. Not an op: the engine adds arrays with CuPy.
