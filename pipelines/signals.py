@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run between two steps, checkpoint saved; a second one does so at once."""
+"""SIGINT and SIGTERM end a run between two steps, checkpoint saved; a second ends it at once."""
 
 import signal
 from collections.abc import Callable, Iterator

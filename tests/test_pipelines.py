@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model through the command line: promoted, refused, killed, resumed, wrong."""
+"""Whole runs of a tiny model from the command line: promoted, refused, killed, resumed, wrong."""
 
 import json
 import signal
@@ -30,7 +30,8 @@ def here(tmp_path, monkeypatch):
 
 
 def xtrain(*overrides: str, run: str = "tiny") -> int:
-    return main(["--config-dir", CONF, f"run={run}", "data.path=text.txt", "device=cpu", *overrides])
+    fixed = ["--config-dir", CONF, f"run={run}", "data.path=text.txt", "device=cpu"]
+    return main([*fixed, *overrides])
 
 
 def runs(here: Path) -> list[Path]:

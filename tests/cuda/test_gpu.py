@@ -59,7 +59,11 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(backend, case):
     assert bits(backend, *case, arrange=every_second) == bits(backend, *case)
 
 
-@parametrized(cases(WHOLE_WORDS))
+# A variant that works on the host cannot be captured; the device refuses it by name.
+CAPTURABLE = [c for c in cases(WHOLE_WORDS) if not c[1][2].endswith(":host")]
+
+
+@parametrized(CAPTURABLE)
 def test_replay_of_a_graph_equals_the_eager_run_on_changed_inputs(backend, case):
     cupy = backend.xp
     op, sample, key, dtype = case

@@ -9,9 +9,11 @@ loops unroll and values live in registers.
 from typing import NamedTuple
 
 from xtrain.cuda.block import WARP
+from xtrain.cuda.launch import SIMULATED
 from xtrain.cuda.words import are_aligned, width_of
 
-BLOCK = 128  # threads of a block of one-warp rows
+# Threads of a block of one-warp rows; each costs a thread of the host in the simulator.
+BLOCK = 64 if SIMULATED else 128
 MOST_THREADS = 512
 IN_REGISTERS = 40  # fp32 values of a row that a thread holds; three such rows fit without spilling
 IN_FLIGHT = 16  # the same for kernels without a reduction: a few loads a thread, many threads

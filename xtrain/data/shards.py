@@ -94,7 +94,7 @@ class ShardWriter:
 
     def append(self, ids: np.ndarray) -> None:
         """Add one document of integer `ids` (n,), n > 0, each inside the vocabulary."""
-        assert len(ids) > 0 and 0 <= ids.min() and ids.max() < self.vocab_size, self.path
+        assert len(ids) > 0 and ids.min() >= 0 and ids.max() < self.vocab_size, self.path
         self._write(np.ascontiguousarray(ids, self._dtype).data)
         self.tokens += len(ids)
         self._offsets.append(self.tokens)

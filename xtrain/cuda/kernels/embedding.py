@@ -11,13 +11,13 @@ from numba import cuda
 from numba.types import float32, int64, uint64
 
 from xtrain.cuda.block import column_scratch, column_sums
-from xtrain.cuda.launch import Kernel, device_function, i64, pointer
+from xtrain.cuda.launch import SIMULATED, Kernel, device_function, i64, pointer
 from xtrain.cuda.rows import Shape, shape_of
 from xtrain.cuda.sort import sorted_pairs
 from xtrain.cuda.words import access, scalar_access
 from xtrain.engine.ops.embedding import embedding
 
-BLOCK = 256  # threads that share an id's tokens
+BLOCK = 64 if SIMULATED else 256  # threads that share an id's tokens
 POSITION = 0xFFFFFFFF
 
 
