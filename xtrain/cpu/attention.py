@@ -33,7 +33,8 @@ def forward(xp, q, k, v, starts, offsets):
     end = np.ascontiguousarray(np.minimum(end, k.shape[2]), np.int32)
     p = np.empty((*q.shape[:3], k.shape[2]), np.float32)
     y = np.empty_like(q)
-    _forward(q, k, v, first, end, np.float32(1 / math.sqrt(q.shape[3])), p, y)
+    run = _forward if p.size <= SERIAL else _forward_parallel
+    run(q, k, v, first, end, np.float32(1 / math.sqrt(q.shape[3])), p, y)
     return y, (q, k, v, p, end)
 
 
@@ -42,19 +43,21 @@ def backward(xp, dy, saved):
     q, k, v, p, end = saved
     dq, dk, dv = np.empty_like(q), np.empty_like(k), np.empty_like(v)
     scale = np.float32(1 / math.sqrt(q.shape[3]))
-    _backward(np.ascontiguousarray(dy), q, k, v, p, end, scale, dq, dk, dv)
+    run = _backward if p.size <= SERIAL else _backward_parallel
+    run(np.ascontiguousarray(dy), q, k, v, p, end, scale, dq, dk, dv)
     return dq, dk, dv, None, None
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _forward(q, k, v, first, end, scale, p, y):
-    pairs = k.shape[0] * k.shape[1]
-    if p.size <= SERIAL:
-        for pair in range(pairs):
-            _forward_pair(pair, q, k, v, first, end, scale, p, y)
-    else:
-        for pair in prange(pairs):
-            _forward_pair(np.int64(pair), q, k, v, first, end, scale, p, y)
+    for pair in range(k.shape[0] * k.shape[1]):
+        _forward_pair(pair, q, k, v, first, end, scale, p, y)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _forward_parallel(q, k, v, first, end, scale, p, y):
+    for pair in prange(k.shape[0] * k.shape[1]):
+        _forward_pair(np.int64(pair), q, k, v, first, end, scale, p, y)
 
 
 @njit(error_model="numpy", cache=True)
@@ -152,15 +155,16 @@ def _largest(scores, padded):
     return np.int32(largest ^ ((largest >> np.int32(31)) & magnitude)).view(np.float32)
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _backward(dy, q, k, v, p, end, scale, dq, dk, dv):
-    pairs = k.shape[0] * k.shape[1]
-    if p.size <= SERIAL:
-        for pair in range(pairs):
-            _backward_pair(pair, dy, q, k, v, p, end, scale, dq, dk, dv)
-    else:
-        for pair in prange(pairs):
-            _backward_pair(np.int64(pair), dy, q, k, v, p, end, scale, dq, dk, dv)
+    for pair in range(k.shape[0] * k.shape[1]):
+        _backward_pair(pair, dy, q, k, v, p, end, scale, dq, dk, dv)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _backward_parallel(dy, q, k, v, p, end, scale, dq, dk, dv):
+    for pair in prange(k.shape[0] * k.shape[1]):
+        _backward_pair(np.int64(pair), dy, q, k, v, p, end, scale, dq, dk, dv)
 
 
 @njit(error_model="numpy", cache=True)

@@ -14,7 +14,7 @@ from xtrain.cpu.parallel import PRANGE_ONLY
 from xtrain.cpu.tile import LANES, ROWS, multiply_tile
 
 BLOCK = 64  # rows of C that a thread takes at a time
-FAR = 1024  # floats: a page, beyond which every k costs an address translation
+FAR = 512  # floats between one k and the next from which copying pays: half a page
 SERIAL = 1 << 22  # multiply-adds up to which one core is as fast as waking the others
 
 
@@ -23,25 +23,29 @@ def multiply(a, b, *, transpose_a=False, transpose_b=False):
     M, K = a.shape[::-1] if transpose_a else a.shape
     N = b.shape[0] if transpose_b else b.shape[1]
     c = np.empty((M, N), np.float32)
-    _multiply(np.ascontiguousarray(a), transpose_a, np.ascontiguousarray(b), transpose_b, K, c)
+    run = _multiply if M * N * K <= SERIAL else _multiply_parallel
+    run(np.ascontiguousarray(a), transpose_a, np.ascontiguousarray(b), transpose_b, K, c)
     return c
 
 
-@njit(parallel=PRANGE_ONLY, cache=True)
+@njit(cache=True)
 def _multiply(a, transpose_a, b, transpose_b, K, c):
     M, N = c.shape
     packed = np.empty(((N + LANES - 1) // LANES, K, LANES), np.float32)
-    blocks = (M + BLOCK - 1) // BLOCK
-    if M * N * K <= SERIAL:
-        for panel in range(packed.shape[0]):
-            _pack(b, transpose_b, N, panel, packed)
-        for block in range(blocks):
-            _block(a, transpose_a, packed, block, c)
-    else:
-        for panel in prange(packed.shape[0]):
-            _pack(b, transpose_b, N, np.int64(panel), packed)
-        for block in prange(blocks):
-            _block(a, transpose_a, packed, np.int64(block), c)
+    for panel in range(packed.shape[0]):
+        _pack(b, transpose_b, N, panel, packed)
+    for block in range((M + BLOCK - 1) // BLOCK):
+        _block(a, transpose_a, packed, block, c)
+
+
+@njit(parallel=PRANGE_ONLY, cache=True)
+def _multiply_parallel(a, transpose_a, b, transpose_b, K, c):
+    M, N = c.shape
+    packed = np.empty(((N + LANES - 1) // LANES, K, LANES), np.float32)
+    for panel in prange(packed.shape[0]):
+        _pack(b, transpose_b, N, np.int64(panel), packed)
+    for block in prange((M + BLOCK - 1) // BLOCK):
+        _block(a, transpose_a, packed, np.int64(block), c)
 
 
 @njit(cache=True)
@@ -70,7 +74,7 @@ def _block(a, transposed, packed, block, c):
     start, row, step = first * K, K, 1  # where A's block is, and its strides along i and k
     if transposed:
         start, row, step = first, 1, c.shape[0]
-    if step > FAR or (stop - first) % ROWS:
+    if step >= FAR or (stop - first) % ROWS:
         a = _copy_block(a, transposed, first, stop, K)
         start, row, step = 0, 1, BLOCK
     edge = np.empty((ROWS, LANES), np.float32)

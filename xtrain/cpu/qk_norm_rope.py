@@ -28,7 +28,8 @@ def forward(xp, qkv, q_weight, k_weight, positions, *, heads, kv_heads, eps, the
     norm = q_weight is not None
     gains = np.stack([q_weight, k_weight]) if norm else np.ones((2, Dh), np.float32)
     rstd = np.ones((B, T, heads + kv_heads), np.float32)
-    _forward(x, gains, positions, table, norm, np.float32(eps), rstd, q, k, v)
+    run = _forward if x.size <= SERIAL else _forward_parallel
+    run(x, gains, positions, table, norm, np.float32(eps), rstd, q, k, v)
     return (q, k, v), (x, gains, positions, table, norm, rstd)
 
 
@@ -39,7 +40,8 @@ def backward(xp, dys, saved, *, heads, kv_heads, eps, theta):
     dq, dk, dv = (np.ascontiguousarray(d) for d in dys)
     dx = np.empty_like(x)
     partial = np.zeros((B, *gains.shape), np.float32)
-    _backward(dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial)
+    run = _backward if x.size <= SERIAL else _backward_parallel
+    run(dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial)
     dqkv = dx.reshape(B, T, -1)
     if not norm:
         return dqkv, None, None, None
@@ -58,14 +60,16 @@ def _table(length, head_dim, theta):
     return np.stack([cos[0, 0], sin[0, 0]])
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _forward(x, gains, positions, table, norm, eps, rstd, q, k, v):
-    if x.size <= SERIAL:
-        for b in range(x.shape[0]):
-            _forward_row(b, x, gains, positions, table, norm, eps, rstd, q, k, v)
-    else:
-        for b in prange(x.shape[0]):
-            _forward_row(np.int64(b), x, gains, positions, table, norm, eps, rstd, q, k, v)
+    for b in range(x.shape[0]):
+        _forward_row(b, x, gains, positions, table, norm, eps, rstd, q, k, v)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _forward_parallel(x, gains, positions, table, norm, eps, rstd, q, k, v):
+    for b in prange(x.shape[0]):
+        _forward_row(np.int64(b), x, gains, positions, table, norm, eps, rstd, q, k, v)
 
 
 @njit(error_model="numpy", fastmath=_ROW_SUMS, cache=True)
@@ -94,16 +98,17 @@ def _forward_row(b, x, gains, positions, table, norm, eps, rstd, q, k, v):
                 v[b, h, t, d] = x[b, t, H + Hk + h, d]
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _backward(dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial):
-    B = x.shape[0]
-    if x.size <= SERIAL:
-        for b in range(B):
-            _backward_row(b, dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial)
-    else:
-        for b in prange(B):
-            row = np.int64(b)
-            _backward_row(row, dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial)
+    for b in range(x.shape[0]):
+        _backward_row(b, dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _backward_parallel(dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial):
+    for b in prange(x.shape[0]):
+        row = np.int64(b)
+        _backward_row(row, dq, dk, dv, x, gains, positions, table, norm, rstd, dx, partial)
 
 
 @njit(error_model="numpy", fastmath=_ROW_SUMS, cache=True)

@@ -18,7 +18,8 @@ def forward(xp, x, weight, *, eps):
     """y, and what backward needs."""
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     y, rstd = np.empty_like(rows), np.empty(rows.shape[0], np.float32)
-    _forward(rows, rows, weight, np.float32(eps), False, rows, y, rstd)
+    run = _forward if rows.size <= SERIAL else _forward_parallel
+    run(rows, rows, weight, np.float32(eps), False, rows, y, rstd)
     return y.reshape(x.shape), (rows, weight, rstd)
 
 
@@ -26,7 +27,7 @@ def backward(xp, dy, saved, *, eps):
     """dx and dweight."""
     rows, weight, rstd = saved
     dy_rows = np.ascontiguousarray(dy).reshape(rows.shape)
-    dx, dweight = _backward(dy_rows, dy_rows, rows, weight, rstd, False)
+    dx, dweight = _gradients(dy_rows, dy_rows, rows, weight, rstd, False)
     return dx.reshape(dy.shape), dweight
 
 
@@ -35,7 +36,8 @@ def add_forward(xp, x, residual, weight, *, eps):
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     others = np.ascontiguousarray(residual).reshape(rows.shape)
     s, y, rstd = np.empty_like(rows), np.empty_like(rows), np.empty(rows.shape[0], np.float32)
-    _forward(rows, others, weight, np.float32(eps), True, s, y, rstd)
+    run = _forward if rows.size <= SERIAL else _forward_parallel
+    run(rows, others, weight, np.float32(eps), True, s, y, rstd)
     return (y.reshape(x.shape), s.reshape(x.shape)), (s, weight, rstd)
 
 
@@ -43,20 +45,30 @@ def add_backward(xp, dys, saved, *, eps):
     """The gradient of x, which is that of residual too, and dweight."""
     rows, weight, rstd = saved
     dy, ds = (np.ascontiguousarray(d).reshape(rows.shape) for d in dys)
-    dx, dweight = _backward(dy, ds, rows, weight, rstd, True)
+    dx, dweight = _gradients(dy, ds, rows, weight, rstd, True)
     dx = dx.reshape(dys[0].shape)
     return dx, dx, dweight
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _gradients(dy, ds, x, weight, rstd, add):
+    """dx, plus ds where `add`, and dweight as the sum over blocks in order."""
+    dx = np.empty_like(x)
+    partial = np.zeros((-(-x.shape[0] // BLOCK), x.shape[1]), np.float32)
+    run = _backward if x.size <= SERIAL else _backward_parallel
+    run(dy, ds, x, weight, rstd, add, dx, partial)
+    return dx, partial.sum(0)
+
+
+@njit(error_model="numpy", cache=True)
 def _forward(x, residual, weight, eps, add, s, y, rstd):
-    blocks = (x.shape[0] + BLOCK - 1) // BLOCK
-    if x.size <= SERIAL:
-        for block in range(blocks):
-            _forward_block(block, x, residual, weight, eps, add, s, y, rstd)
-    else:
-        for block in prange(blocks):
-            _forward_block(np.int64(block), x, residual, weight, eps, add, s, y, rstd)
+    for block in range((x.shape[0] + BLOCK - 1) // BLOCK):
+        _forward_block(block, x, residual, weight, eps, add, s, y, rstd)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _forward_parallel(x, residual, weight, eps, add, s, y, rstd):
+    for block in prange((x.shape[0] + BLOCK - 1) // BLOCK):
+        _forward_block(np.int64(block), x, residual, weight, eps, add, s, y, rstd)
 
 
 @njit(error_model="numpy", fastmath=_ROW_SUMS, cache=True)
@@ -74,22 +86,16 @@ def _forward_block(block, x, residual, weight, eps, add, s, y, rstd):
             y[n, d] = s[n, d] * rstd[n] * weight[d]
 
 
+@njit(error_model="numpy", cache=True)
+def _backward(dy, ds, x, weight, rstd, add, dx, partial):
+    for block in range(partial.shape[0]):
+        _backward_block(block, dy, ds, x, weight, rstd, add, dx, partial)
+
+
 @njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
-def _backward(dy, ds, x, weight, rstd, add):
-    blocks = (x.shape[0] + BLOCK - 1) // BLOCK
-    dx = np.empty_like(x)
-    partial = np.zeros((blocks, x.shape[1]), np.float32)
-    if x.size <= SERIAL:
-        for block in range(blocks):
-            _backward_block(block, dy, ds, x, weight, rstd, add, dx, partial)
-    else:
-        for block in prange(blocks):
-            _backward_block(np.int64(block), dy, ds, x, weight, rstd, add, dx, partial)
-    dweight = np.zeros_like(weight)
-    for block in range(blocks):
-        for d in range(dweight.size):
-            dweight[d] += partial[block, d]
-    return dx, dweight
+def _backward_parallel(dy, ds, x, weight, rstd, add, dx, partial):
+    for block in prange(partial.shape[0]):
+        _backward_block(np.int64(block), dy, ds, x, weight, rstd, add, dx, partial)
 
 
 @njit(error_model="numpy", fastmath=_ROW_SUMS, cache=True)

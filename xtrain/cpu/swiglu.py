@@ -14,14 +14,16 @@ def forward(xp, gate_up):
     """y, and what backward needs."""
     rows = np.ascontiguousarray(gate_up).reshape(-1, gate_up.shape[-1])
     y = np.empty((rows.shape[0], rows.shape[1] // 2), np.float32)
-    _forward(rows, y)
+    run = _forward if rows.size <= SERIAL else _forward_parallel
+    run(rows, y)
     return y.reshape(*gate_up.shape[:-1], y.shape[1]), rows
 
 
 def backward(xp, dy, saved):
     """The gradient of [gate | up]."""
     dgate_up = np.empty_like(saved)
-    _backward(np.ascontiguousarray(dy).reshape(-1, dy.shape[-1]), saved, dgate_up)
+    run = _backward if saved.size <= SERIAL else _backward_parallel
+    run(np.ascontiguousarray(dy).reshape(-1, dy.shape[-1]), saved, dgate_up)
     return (dgate_up.reshape(*dy.shape[:-1], saved.shape[1]),)
 
 
@@ -32,15 +34,16 @@ def _sigmoid(g):
     return (np.float32(1) if g >= 0 else e) / (np.float32(1) + e)
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _forward(gate_up, y):
-    blocks = (y.shape[0] + BLOCK - 1) // BLOCK
-    if gate_up.size <= SERIAL:
-        for block in range(blocks):
-            _forward_block(block, gate_up, y)
-    else:
-        for block in prange(blocks):
-            _forward_block(np.int64(block), gate_up, y)
+    for block in range((y.shape[0] + BLOCK - 1) // BLOCK):
+        _forward_block(block, gate_up, y)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _forward_parallel(gate_up, y):
+    for block in prange((y.shape[0] + BLOCK - 1) // BLOCK):
+        _forward_block(np.int64(block), gate_up, y)
 
 
 @njit(error_model="numpy", cache=True)
@@ -52,15 +55,16 @@ def _forward_block(block, gate_up, y):
             y[n, f] = gate * _sigmoid(gate) * gate_up[n, F + f]
 
 
-@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+@njit(error_model="numpy", cache=True)
 def _backward(dy, gate_up, dgate_up):
-    blocks = (dy.shape[0] + BLOCK - 1) // BLOCK
-    if gate_up.size <= SERIAL:
-        for block in range(blocks):
-            _backward_block(block, dy, gate_up, dgate_up)
-    else:
-        for block in prange(blocks):
-            _backward_block(np.int64(block), dy, gate_up, dgate_up)
+    for block in range((dy.shape[0] + BLOCK - 1) // BLOCK):
+        _backward_block(block, dy, gate_up, dgate_up)
+
+
+@njit(parallel=PRANGE_ONLY, error_model="numpy", cache=True)
+def _backward_parallel(dy, gate_up, dgate_up):
+    for block in prange((dy.shape[0] + BLOCK - 1) // BLOCK):
+        _backward_block(np.int64(block), dy, gate_up, dgate_up)
 
 
 @njit(error_model="numpy", cache=True)
