@@ -28,7 +28,7 @@ from gates.judge import (
 )
 from gates.ledger import Ledger, recorded_values, verdict_entry
 from xtrain.gate_spec import Check
-from xtrain.machine import system_facts
+from xtrain.machine import device_facts
 
 # (gate id, name of the data or None for all) -> (checks, title, claim), from a phase or run file
 LoadChecks = Callable[[str, str | None], tuple[list[Check], str, str]]
@@ -67,7 +67,7 @@ class Report:
             self.results,
             device=self.device,
             fingerprint=self.fingerprint,
-            facts=system_facts(),
+            facts=device_facts(self.device),
         )
 
 

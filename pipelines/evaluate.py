@@ -20,7 +20,7 @@ from xtrain.data.eval_set import compare, open_eval_set, require_same_set
 from xtrain.data.imported_tokenizer import load_tokenizer
 from xtrain.errors import UsageError
 from xtrain.learner import measure_on_set
-from xtrain.machine import system_facts
+from xtrain.machine import device_facts
 from xtrain.mirror import Mirror
 from xtrain.track import RunDir, open_run
 
@@ -55,7 +55,7 @@ def evaluate_run(run: RunConfig, typed: Sequence[str], say: Callable[[str], None
         dataclasses.asdict(run),
         config_text=resolved_yaml(run),
         fingerprints={"config": config_fingerprint(run), "data": chosen.sha256},
-        facts=system_facts(),
+        facts=device_facts(run.device),
     )
     record(out, result, say)
     print_table(COLUMNS, [row(result), *([row(earlier)] if earlier else [])])

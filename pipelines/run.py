@@ -27,7 +27,7 @@ from xtrain.engine import device as devices
 from xtrain.errors import Interrupted, UsageError
 from xtrain.estimate import describe
 from xtrain.learner import build, eval_windows, training_windows
-from xtrain.machine import system_facts
+from xtrain.machine import device_facts
 from xtrain.mirror import Mirror, catch_up, reap_stale
 from xtrain.resume import choose_run, continue_run
 from xtrain.track import RunDir, load_run, open_run
@@ -67,7 +67,7 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
     register_owed(root)
     prepared = prepare_data(run.data, data_cache(root))
     training_windows(run, prepared)  # raises when the text is too short for one sequence
-    eval_windows(run, prepared)
+    held_out = eval_windows(run, prepared)
     fingerprints = {"data": prepared.fingerprint}
     out, notice = _choose(run, typed, fingerprints)
     if notice:
@@ -79,7 +79,7 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
         start, lines = pretrain.resume_point(out, learner, _checkpoint_named(run.resume))
         for line in lines:
             say(line)
-        out = continue_run(out, from_step=start, facts=system_facts())
+        out = continue_run(out, from_step=start, facts=device_facts(run.device))
         return _under_way(run, learner, prepared, out, start)
     out = open_run(
         root,
@@ -87,8 +87,12 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
         run.phase.name,
         dataclasses.asdict(run),
         config_text=resolved_yaml(run),
-        fingerprints={"config": config_fingerprint(run), **fingerprints},
-        facts=system_facts(),
+        fingerprints={
+            "config": config_fingerprint(run),
+            "eval_set": held_out.fingerprint,
+            **fingerprints,
+        },
+        facts=device_facts(run.device),
     )
     return _under_way(run, learner, prepared, out, 0)
 

@@ -17,7 +17,7 @@ from pipelines.plots import plot_run
 from pipelines.pretrain import sample
 from xtrain.config import RunConfig, gate_checks, run_gate
 from xtrain.learner import Learner
-from xtrain.machine import system_facts
+from xtrain.machine import device_facts
 from xtrain.mirror import Mirror
 from xtrain.track import RunDir
 
@@ -63,7 +63,13 @@ def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: S
     if run.name in files:
         facts["code"] = code_fingerprint(files[run.name].path, files[run.name].load().composes)
     bench.ledger.append(
-        verdict_entry(run.name, results, device=run.device, fingerprint=facts, facts=system_facts())
+        verdict_entry(
+            run.name,
+            results,
+            device=run.device,
+            fingerprint=facts,
+            facts=device_facts(run.device),
+        )
     )
     out.write_json("gates.json", [check_record(result) for result in results])
     mirror.artifact(out.path / "gates.json")

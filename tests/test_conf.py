@@ -160,7 +160,7 @@ def test_features_arrive_phase_by_phase_and_stay(load):
 def test_a_phase_switches_off_what_its_run_asks_for_too_early(load):
     run = load("run=v9", "phase=t12")
     assert (run.features.attention, run.features.remat) == ("composed", "none")
-    assert load("run=v9").features.attention == "flash"
+    assert load("run=v9").features.remat == "block"
 
 
 def test_an_override_beats_the_phase(load):
@@ -182,12 +182,20 @@ def test_a_phase_that_is_all_cuda_is_refused_on_a_cpu(load):
 
 @pytest.mark.parametrize(
     "feature",
-    ["capture=true", "pool=true", "op_sync=false", "optimizer=device", "attention=flash"],
+    ["capture=true", "pool=true", "op_sync=false", "optimizer=device"],
 )
 def test_a_feature_that_a_cpu_lacks_is_refused_by_name(load, feature):
     with pytest.raises(UsageError, match=f"features.{feature} needs device=cuda"):
         check_features(load(f"features.{feature}"), "cpu")
     check_features(load(f"features.{feature}"), "cuda")
+
+
+def test_an_attention_that_is_not_built_is_refused_rather_than_replaced(load):
+    with pytest.raises(UsageError, match="features.attention=flash needs device=cuda"):
+        check_features(load("features.attention=flash"), "cpu")
+    with pytest.raises(UsageError, match="flash is not built yet; say features.attention=composed"):
+        check_features(load("features.attention=flash"), "cuda")
+    assert resolve_features(load("run=v9"), "cuda").attention == "composed"
 
 
 def test_features_left_open_become_the_best_of_the_device(load):

@@ -8,15 +8,17 @@ what remat computes twice is not counted. Bytes are the buffers that live throug
 workspaces of libraries are not counted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from xtrain.config.rules import check_features, resolve_features
-from xtrain.config.schema import RunConfig
+from xtrain.config.schema import Features, RunConfig
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 
 VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
-LOSS_TOKENS = {"cpu": 64, "cuda": 1024}  # whose logits exist at once in the chunked loss
+LOSS_TOKENS = {"cpu": 64, "cuda": 4096}  # whose logits exist at once in the chunked loss
+QUERY_BLOCKS, LEAST_QUERIES = 8, 128  # of composed attention on a GPU
 # Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
 # where no rate was measured, FLOP a second.
 ASSUMED_FLOPS = {("cuda", "bf16"): 400e12, ("cuda", "fp32"): 25e12, ("cpu", "fp32"): 50e9}
@@ -79,14 +81,34 @@ def training_memory_bytes(run: RunConfig, device_class: str) -> Memory:
     features = resolve_features(run, device_class)
     bf16 = features.precision == "bf16"
     parameters = _padded_parameters(run.model, features.qk_norm)
-    tokens = run.train.batch_size * run.train.seq_len
+    sequences = run.train.batch_size if features.batched else 1
+    tokens = sequences * run.train.seq_len
     return Memory(
         weights=parameters * (6 if bf16 else 4),
         gradients=parameters * 4,
         moments=parameters * 8,
-        activations=tokens * _activation_bytes(run, features.remat, features.attention, bf16),
+        activations=tokens * _activation_bytes(run, features, device_class),
         logits=LOSS_TOKENS[device_class] * padded_vocab(run.model) * (2 if bf16 else 4),
     )
+
+
+def what_would_fit(run: RunConfig, device_class: str, total_bytes: int) -> str:
+    """Overrides that train the same tokens a step in less memory, for a run that found it full.
+
+    Smaller micro-batches first, then recomputation, then both. total_bytes: of the device. One
+    phrase, with the estimated bytes of each choice.
+    """
+    budget = 0.9 * min(total_bytes, training_memory_bytes(run, device_class).total)
+    found = []
+    for remat in dict.fromkeys((resolve_features(run, device_class).remat, "block")):
+        for changed in _smaller(run, remat):
+            needed = training_memory_bytes(changed, device_class).total
+            if needed <= budget:
+                found.append(f"{_overrides(run, changed)} ({_unit(needed, 'B')})")
+                break
+    if found:
+        return f"what would fit: {' or '.join(found)}"
+    return f"{_unit(needed, 'B')} are needed even with {_overrides(run, changed)}"
 
 
 def padded_vocab(config: Qwen3Config) -> int:
@@ -148,20 +170,45 @@ def _padded_parameters(config: Qwen3Config, qk_norm: bool) -> int:
     return counts.core + matrices * padded_vocab(config) * config.hidden_size
 
 
-def _activation_bytes(run: RunConfig, remat: str, attention: str, bf16: bool) -> int:
+def _activation_bytes(run: RunConfig, features: Features, device_class: str) -> int:
     """Bytes that one token leaves behind for backward, and what backward of one block adds."""
-    config, size = run.model, 2 if bf16 else 4
-    D, F = config.hidden_size, config.intermediate_size
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    scores = config.num_attention_heads * (run.train.seq_len if attention == "composed" else 0)
+    config, size = run.model, 2 if features.precision == "bf16" else 4
+    D, F, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    # The CPU keeps the probabilities. A GPU makes them again, for an eighth of the queries at once.
+    kept_scores = heads * run.train.seq_len if device_class == "cpu" else 0
+    queries = min(run.train.seq_len, max(LEAST_QUERIES, run.train.seq_len // QUERY_BLOCKS))
+    scores = (8 + size) * heads * queries if device_class == "cuda" else 0
     # Block input, normed input; q, k, v before and q, k after norm and RoPE; attention's output.
-    mixer = 2 * D + 2 * q + 3 * kv + q + scores
+    mixer = 2 * D + 2 * q + 3 * kv + q + kept_scores
     mlp = 2 * D + 3 * F  # sum, normed sum; gate, up and their product
-    kept = {"none": mixer + mlp, "mlp": mixer + D, "block": D}[remat]
-    again = {"none": 0, "mlp": mlp, "block": mixer + mlp}[remat]
+    kept = {"none": mixer + mlp, "mlp": mixer + D, "block": D}[features.remat]
+    again = {"none": 0, "mlp": mlp, "block": mixer + mlp}[features.remat]
     gradients = 2 * D + 3 * F  # the widest point of one block's backward
-    return size * (config.num_hidden_layers * kept + again + gradients + 2 * D)
+    return size * (config.num_hidden_layers * kept + again + gradients + 2 * D) + scores
+
+
+def _smaller(run: RunConfig, remat: str) -> Iterator[RunConfig]:
+    """The run with this remat and halved micro-batches, as often as they can be halved."""
+    run = replace(run, features=replace(run.features, remat=remat))
+    while True:
+        yield run
+        train = run.train
+        if train.batch_size % 2:
+            return
+        train = replace(train, batch_size=train.batch_size // 2, accumulation=2 * train.accumulation)
+        run = replace(run, train=train)
+
+
+def _overrides(run: RunConfig, changed: RunConfig) -> str:
+    """What to type to turn one into the other."""
+    values = {
+        "train.batch_size": (run.train.batch_size, changed.train.batch_size),
+        "train.accumulation": (run.train.accumulation, changed.train.accumulation),
+        "features.remat": (run.features.remat, changed.features.remat),
+    }
+    typed = [f"{key}={new}" for key, (old, new) in values.items() if new != old]
+    return " ".join(typed) or f"train.batch_size={run.train.batch_size}"
 
 
 def _slice(run: RunConfig) -> str:

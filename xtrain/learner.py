@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from xtrain.config import RunConfig
+from xtrain.config import Features, RunConfig
 from xtrain.data.dataset import Prepared
 from xtrain.data.eval_set import EvalSet
 from xtrain.data.packing import EvalWindows, PackedWindows
@@ -31,14 +31,7 @@ def build(run: RunConfig, *, initialize: bool = True) -> Learner:
     initialize: False leaves the weights at zero, for a model that is read from disk.
     """
     device = devices.use(run.device)
-    if run.features.gemm == "tiled":
-        device.variants.update({"linear": "tiled", "matmul": "tiled"})
-    device.configure(
-        optimizer=run.features.optimizer,
-        op_sync=run.features.op_sync,
-        pool=run.features.pool,
-        capture=run.features.capture,
-    )
+    configure(device, run.features)
     model = Qwen3(
         run.model,
         qk_norm=run.features.qk_norm,
@@ -49,6 +42,20 @@ def build(run: RunConfig, *, initialize: bool = True) -> Learner:
     if initialize:
         buffers.initialize(run.seed, device)
     return Learner(model, buffers, AdamW(buffers, run.optim, device), device)
+
+
+def configure(device: Device, features: Features) -> None:
+    """Make a device work as resolved features say, whatever it was told before."""
+    for name in ("linear", "matmul"):
+        device.variants.pop(name, None)
+        if features.gemm == "tiled":
+            device.variants[name] = "tiled"
+    device.configure(
+        optimizer=features.optimizer,
+        op_sync=features.op_sync,
+        pool=features.pool,
+        capture=features.capture,
+    )
 
 
 def training_windows(run: RunConfig, prepared: Prepared) -> PackedWindows:

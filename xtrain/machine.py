@@ -1,5 +1,6 @@
 """This machine and its processes, as a manifest names them."""
 
+import importlib
 import os
 import platform
 import socket
@@ -42,6 +43,14 @@ def process_mark(pid: int) -> str | None:
         return None
     state, started = fields[0], fields[19]
     return None if state in "ZX" else f"{boot}:{started}"
+
+
+def device_facts(device: str) -> dict[str, object]:
+    """`system_facts`, and on `cuda` under `gpu` those of the GPU, its driver and its packages."""
+    found = system_facts()
+    if device == "cuda":
+        found["gpu"] = importlib.import_module("xtrain.cuda.runtime").facts()
+    return found
 
 
 def system_facts() -> dict[str, object]:

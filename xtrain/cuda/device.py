@@ -34,6 +34,7 @@ class CudaDevice(Device):
         self.stream = _thread_stream()
         self.captures = True  # whether `capture` captures; else every step runs eagerly
         self.tf32 = False  # whether fp32 products may round their operands to TF32
+        self.bytes_to_host = 0  # copied by `host` so far
         self._staging = _Staging()
         self.stream.use()
         self.use_pool(True)
@@ -81,8 +82,11 @@ class CudaDevice(Device):
             self._staging.copy(array, host, self.stream)
 
     def host(self, array) -> np.ndarray:
-        """Copy a device array to the host; waits for the stream."""
-        return array.get() if isinstance(array, cupy.ndarray) else np.asarray(array)
+        """Copy a device array to the host; waits for the stream. The bytes are counted."""
+        if not isinstance(array, cupy.ndarray):
+            return np.asarray(array)
+        self.bytes_to_host += array.nbytes
+        return array.get()
 
     def synchronize(self) -> None:
         """Wait until everything queued on the stream is done."""
@@ -110,6 +114,12 @@ class CudaDevice(Device):
     def memory(self) -> memory.MemoryUse:
         """What was asked of the driver so far, and what is held."""
         return memory.account().use()
+
+    def other_processes(self) -> int:
+        """How many other processes use the GPU now: no time is worth measuring beside them."""
+        from xtrain.cuda.runtime import other_processes
+
+        return other_processes()
 
     def restart_peak(self) -> None:
         """Give unused memory back to the driver and count the peak anew."""

@@ -33,6 +33,9 @@ def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0
     """out = alpha op(a) @ op(b) + beta out, all 2-D; a, b (fp32 or bf16, alike) are not changed."""
     if out.size == 0:
         return
+    if a.size == 0:  # a sum of no terms
+        out[...] = out * beta if beta else 0
+        return
     if SIMULATED:
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import cupy
 
 from xtrain.cuda.memory import Pool, account
+from xtrain.cuda.traffic import bytes_to_host
 
 WARM_UP_CALLS = 2
 
@@ -49,6 +50,11 @@ class CapturedStep:
     def is_captured(self) -> bool:
         """Whether the next call is a replay."""
         return self._graph is not None
+
+    @property
+    def bytes_to_host(self) -> int:
+        """Bytes that each replay copies to the host by itself; 0 before the capture."""
+        return 0 if self._graph is None else bytes_to_host(self._graph)
 
     def _run_eagerly(self) -> None:
         with cupy.cuda.using_allocator(self._pool.allocate):

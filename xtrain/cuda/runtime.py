@@ -5,7 +5,10 @@ Nothing here raises and nothing of CUDA is imported at load time: a machine with
 
 import importlib
 import importlib.util
+import shutil
+import subprocess
 from importlib import metadata
+from pathlib import Path
 
 PACKAGES = (
     "numpy",
@@ -16,7 +19,10 @@ PACKAGES = (
     "nvmath-python",
     "cuda-core",
     "cuda-bindings",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
 )
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 REQUIRED = {"cupy": "CuPy", "numba_cuda": "numba-cuda", "nvmath": "nvmath-python"}
 NUMPY_BELOW = (2, 5)  # numba-cuda 0.30 fails to import with NumPy 2.5, which dropped row_stack
 COMPUTE_CAPABILITY = (8, 0)  # bf16 arithmetic and cp.async
@@ -77,10 +83,46 @@ def facts() -> dict[str, object]:
         "multiprocessors": properties["multiProcessorCount"],
         "memory_bytes": total,
         "memory_free_bytes": free,
+        "driver": driver_version(),
         "driver_cuda": _cuda_version(cupy.cuda.runtime.driverGetVersion()),
         "runtime_cuda": _cuda_version(cupy.cuda.runtime.runtimeGetVersion()),
         **found,
     }
+
+
+def driver_version() -> str | None:
+    """The driver's own version, such as 580.82.07; None when nothing tells it."""
+    answer = _ask_nvidia_smi("--query-gpu=driver_version")
+    if answer:
+        return answer[0]
+    try:
+        words = DRIVER_FILE.read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return None
+    return next((word for word in words if word[0].isdigit() and "." in word), None)
+
+
+def other_processes() -> int:
+    """How many processes besides this one use the current GPU; 0 where nothing tells.
+
+    In a container their ids are those of the host, so this process is taken to be one of them.
+    """
+    bus_id = importlib.import_module("cupy").cuda.Device().pci_bus_id
+    using = _ask_nvidia_smi("--query-compute-apps=pid", f"--id={bus_id}")
+    return max(len(set(using)) - 1, 0)
+
+
+def _ask_nvidia_smi(*options: str) -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, *options, "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = [line.strip() for line in answer.stdout.splitlines()]
+    return [line for line in found if line[:1].isdigit()] if answer.returncode == 0 else []
 
 
 def versions() -> dict[str, str]:

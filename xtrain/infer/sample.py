@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xtrain.engine import device, rng
+from xtrain.engine.dtype import upcast
 from xtrain.errors import UsageError
 
 SITE = rng.site_of("sample")
@@ -51,6 +52,7 @@ def sample(logits, sampling: Sampling, *, step: int, streams):
     step: number of the token in its sequence.  streams: (B,) uint32, each row's own noise.
     """
     xp = device.current().xp
+    logits = upcast(logits)
     if sampling.temperature == 0:
         return logits.argmax(-1).astype(xp.int32)
     scores = logits.astype(xp.float64) / sampling.temperature

@@ -1,0 +1,141 @@
+"""The gates of memory, architecture and interchange pass on a CPU, and each defect is rejected.
+
+Times are judged by the gate alone: here they would depend on what else the machine does.
+"""
+
+import pytest
+
+from gates.find import find_gates
+from gates.gate import Explained, NotMeasured
+from gates.judge import FAIL, NOT_MEASURED, PASS, judge
+from gates.trained_run import composed, gate_of, undeclared_axes
+from xtrain.config import compose, gate_checks, load_run
+from xtrain.confdir import choices
+
+PHASES = ["t9", "t13", "t15", "t16", "t18", "t19"]
+FILES = {name: find_gates()[name] for name in PHASES}
+GATES = {name: file.load() for name, file in FILES.items()}
+CHECKS = {name: {c.name: c for c in gate_checks(name)[0]} for name in GATES}
+TIMED = "remat_slowdown"
+MEASURES = [
+    pytest.param(name, measure, id=f"{name}-{measure.__name__}")
+    for name, gate in GATES.items()
+    for measure in gate.measures
+    if measure.__name__ != "speed"
+]
+DEFECTS = [
+    pytest.param(name, defect, id=f"{name}-{defect.name} {defect.rejects}")
+    for name, gate in GATES.items()
+    for defect in gate.defects
+    if defect.rejects != TIMED
+]
+MEASURED = {}  # by measure: each runs once for all tests of this file
+
+
+def measured_by(measure):
+    if measure not in MEASURED:
+        MEASURED[measure] = measure("cpu")
+    return MEASURED[measure]
+
+
+def verdicts(name, measured):
+    checks = [CHECKS[name][each] for each in measured]
+    return {r.check.name: r.verdict for r in judge(checks, measured, "cpu")}
+
+
+@pytest.mark.parametrize(("name", "measure"), MEASURES)
+def test_what_a_gate_measures_meets_the_bars(name, measure):
+    measured = measured_by(measure)
+    missing = {n for n, value in measured.items() if isinstance(value, NotMeasured)}
+    assert missing == set() or "transformers" in measured[min(missing)].reason
+    found = verdicts(name, measured)
+    assert {n: v for n, v in found.items() if v != PASS and n not in missing} == {}
+
+
+@pytest.mark.parametrize(("name", "defect"), DEFECTS)
+def test_a_seeded_defect_misses_the_bar(name, defect):
+    sound = measured_by(defect.measure)[defect.rejects]
+    if isinstance(sound, NotMeasured):
+        pytest.skip(sound.reason)
+    with defect.patch():
+        measured = defect.measure("cpu")
+    assert verdicts(name, {defect.rejects: measured[defect.rejects]}) == {defect.rejects: FAIL}
+    assert verdicts(name, {defect.rejects: sound}) == {defect.rejects: PASS}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_check_of_a_cpu_is_measured(name):
+    measures = [m for m in GATES[name].measures if m.__name__ != "speed"]
+    measured = set().union(*(measured_by(measure) for measure in measures)) | {TIMED}
+    assert measured >= {check.name for check in CHECKS[name].values() if check.applies_to("cpu")}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_measurement_has_a_defect_that_it_rejects(name):
+    assert {defect.measure for defect in GATES[name].defects} == set(GATES[name].measures)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_the_docstring_says_what_why_from_what_and_on_what(name):
+    text = FILES[name].path.read_text()
+    headings = [line.split()[0] for line in text.splitlines()[2:20] if line[:1].isupper()]
+    assert headings[:4] == ["Claim", "Why", "Reads", "Needs"]
+    assert text.startswith(f'"""{name.upper()}: ')
+
+
+# runs
+
+
+@pytest.mark.parametrize("name", choices("run"))
+def test_every_run_has_a_gate_whose_file_holds_and_whose_defects_are_rejected(name, tmp_path):
+    gate = find_gates()[name].load()
+    checks = {check.name: check for check in gate_checks(name)[0]}
+    (of_config,) = gate.measures
+    (of_run,) = gate.run_measures
+    measured = {**of_config("cpu"), **of_run("cpu", tmp_path)}
+    found = {r.check.name: r.verdict for r in judge(list(checks.values()), measured, "cpu")}
+    known = {"params_core", "params_total", "undeclared_axes"}
+    assert {each for each, verdict in found.items() if verdict == PASS} == known
+    assert {found[each] for each in found.keys() - known} == {NOT_MEASURED}
+    assert gate.defects
+    for defect in gate.defects:
+        with defect.patch():
+            spoilt = judge([checks[defect.rejects]], defect.measure("cpu"), "cpu")
+        assert [result.verdict for result in spoilt] == [FAIL]
+
+
+def test_changing_an_undeclared_axis_of_v8_fails_its_gate_with_the_key_named():
+    checks = [c for c in gate_checks("v8")[0] if c.name == "undeclared_axes"]
+    for override, said in (
+        ("optim.eps=1e-6", "differs from v6 in precision (optim.eps)"),
+        ("data=sotu", "data.source"),
+        ("train.accumulation=2", "infra (tokens_per_step)"),
+    ):
+        run = load_run(compose(["run=v8", override]))
+        (result,) = judge(checks, {"undeclared_axes": undeclared_axes(run)}, "cpu")
+        assert result.verdict == FAIL and said in result.reason
+
+
+def test_a_declared_axis_a_seed_and_a_device_are_free_to_differ():
+    for override in ("model.num_hidden_layers=3", "seed=5", "device=cuda", "features.remat=none"):
+        assert undeclared_axes(load_run(compose(["run=v8", override]))) == 0
+
+
+def test_a_device_that_cannot_do_what_the_parent_does_is_a_difference():
+    run = load_run(compose(["run=v8", "device=cpu", "features.precision=fp32"]))
+    value = undeclared_axes(run)
+    assert isinstance(value, Explained) and "features.precision" in value.why
+
+
+def test_a_run_without_a_parent_differs_from_nothing():
+    assert undeclared_axes(composed("v0")) == 0
+
+
+def test_a_parent_without_a_file_is_not_measured():
+    run = load_run(compose(["run=v8"]))
+    stray = type(run)(**{**vars(run), "parent": "v99"})
+    assert "v99" in undeclared_axes(stray).reason
+
+
+def test_the_gate_of_a_run_names_its_parent_among_what_it_composes():
+    assert gate_of("v8").composes == ("run/v8", "run/v6")
