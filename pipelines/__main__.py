@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from xtrain.errors import Interrupted, UsageError, WriteError
+from xtrain.errors import Interrupted, OutOfDeviceMemory, UsageError, WriteError
 
 # From best to worst: a bug hides a usage error, which hides a refused promotion.
 _BEST_FIRST = (0, 3, 2, 1)
@@ -109,6 +109,9 @@ def _guarded(function: Callable[..., int], *args) -> int:
     """The exit code of a call, whatever it raises."""
     try:
         return function(*args)
+    except OutOfDeviceMemory as error:
+        print(f"xtrain: {error}", file=sys.stderr)
+        return 1
     except UsageError as error:
         print(f"xtrain: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ from xtrain.estimate import (
     flops_per_token,
     padded_vocab,
     training_memory_bytes,
+    what_would_fit,
 )
 from xtrain.models.config import Qwen3Config
 
@@ -80,11 +81,33 @@ def test_recomputing_more_keeps_less(v0):
     assert kept == sorted(kept, reverse=True)
 
 
-def test_flash_keeps_no_scores(v0):
-    composed = training_memory_bytes(with_features(v0, attention="composed"), "cuda")
-    flash = training_memory_bytes(with_features(v0, attention="flash"), "cuda")
-    scores = 512 * 4 * 2 * 64 * 4  # tokens x layers x heads x seq x fp32
-    assert composed.activations - flash.activations == scores
+def test_a_cpu_keeps_the_scores_that_a_gpu_makes_again(v0):
+    scores = 512 * 2 * 64  # tokens x heads x keys, of one layer
+    on_cpu, on_gpu = (training_memory_bytes(v0, name).activations for name in ("cpu", "cuda"))
+    # Of fp32, four layers kept against three arrays of one layer at once.
+    assert on_cpu - on_gpu == (4 * 4 - 3 * 4) * scores
+
+
+def test_the_logits_of_a_bf16_chunk_lie_beside_their_gradient(v0):
+    long = dataclasses.replace(v0, train=dataclasses.replace(v0.train, batch_size=1024))
+    rows = 4096  # whose fp32 logits fit one GiB
+    memory = training_memory_bytes(with_features(long, precision="bf16"), "cuda")
+    assert memory.logits == rows * 50304 * (4 + 2)
+    assert training_memory_bytes(v0, "cuda").logits == 512 * 50304 * 4  # no more than a batch has
+
+
+def test_what_would_fit_is_less_than_what_did_not(v0):
+    full = training_memory_bytes(v0, "cuda").total
+    said = what_would_fit(v0, "cuda", full)
+    assert "train.batch_size=4 train.accumulation=2 (" in said
+    assert said.endswith(" or train.batch_size=4 train.accumulation=2 features.remat=block (105 MB)")
+
+
+def test_a_model_that_fits_in_no_way_is_said_to_need_more(v0):
+    said = what_would_fit(v0, "cuda", 1_000_000)
+    assert said.endswith(
+        "are needed even with train.batch_size=1 train.accumulation=8 features.remat=block"
+    )
 
 
 def test_memory_of_a_device_that_cannot_run_it_is_refused(v0):

@@ -6,7 +6,15 @@ class UsageError(ValueError):
 
 
 class OutOfDeviceMemory(UsageError):
-    """The GPU's memory is full; the message says how much was asked for and what would fit."""
+    """The GPU's memory is full; the message says how much was asked for and what would fit.
+
+    total_bytes: of the device, 0 when it is not known. Nothing is amiss with what the user typed
+    and something may have been written, so the command ends with exit code 1.
+    """
+
+    def __init__(self, message: str, total_bytes: int = 0):
+        super().__init__(message)
+        self.total_bytes = total_bytes
 
 
 class WriteError(OSError):

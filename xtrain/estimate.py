@@ -17,7 +17,8 @@ from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 
 VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
-LOSS_TOKENS = {"cpu": 64, "cuda": 4096}  # whose logits exist at once in the chunked loss
+# What exists at once in the chunked loss: tokens on a CPU, bytes of fp32 logits on a GPU.
+LOSS_TOKENS, LOSS_BYTES = 64, 1 << 30
 QUERY_BLOCKS, LEAST_QUERIES = 8, 128  # of composed attention on a GPU
 # Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
 # where no rate was measured, FLOP a second.
@@ -46,7 +47,7 @@ class Memory:
     gradients: int  # fp32
     moments: int  # two, fp32
     activations: int  # what backward needs, of one micro-batch
-    logits: int  # of one chunk, which its gradient overwrites
+    logits: int  # of one chunk, and their gradient
 
     @property
     def total(self) -> int:
@@ -88,7 +89,7 @@ def training_memory_bytes(run: RunConfig, device_class: str) -> Memory:
         gradients=parameters * 4,
         moments=parameters * 8,
         activations=tokens * _activation_bytes(run, features, device_class),
-        logits=LOSS_TOKENS[device_class] * padded_vocab(run.model) * (2 if bf16 else 4),
+        logits=_logit_bytes(run.model, tokens, device_class, bf16),
     )
 
 
@@ -98,9 +99,10 @@ def what_would_fit(run: RunConfig, device_class: str, total_bytes: int) -> str:
     Smaller micro-batches first, then recomputation, then both. total_bytes: of the device. One
     phrase, with the estimated bytes of each choice.
     """
+    run = replace(run, features=resolve_features(run, device_class))
     budget = 0.9 * min(total_bytes, training_memory_bytes(run, device_class).total)
     found = []
-    for remat in dict.fromkeys((resolve_features(run, device_class).remat, "block")):
+    for remat in dict.fromkeys((run.features.remat, "block")):
         for changed in _smaller(run, remat):
             needed = training_memory_bytes(changed, device_class).total
             if needed <= budget:
@@ -186,6 +188,15 @@ def _activation_bytes(run: RunConfig, features: Features, device_class: str) -> 
     again = {"none": 0, "mlp": mlp, "block": mixer + mlp}[features.remat]
     gradients = 2 * D + 3 * F  # the widest point of one block's backward
     return size * (config.num_hidden_layers * kept + again + gradients + 2 * D) + scores
+
+
+def _logit_bytes(config: Qwen3Config, tokens: int, device_class: str, bf16: bool) -> int:
+    """Bytes of a chunk's logits, which their gradient overwrites; in bf16 it lies beside them."""
+    vocabulary = padded_vocab(config)
+    most = LOSS_TOKENS
+    if device_class == "cuda":
+        most = 1 << (max(LOSS_BYTES // (4 * vocabulary), 1).bit_length() - 1)
+    return min(tokens, most) * vocabulary * (6 if bf16 else 4)
 
 
 def _smaller(run: RunConfig, remat: str) -> Iterator[RunConfig]:

@@ -69,7 +69,7 @@ class Pool:
         try:
             return self._pool.malloc(size)
         except cupy.cuda.memory.OutOfMemoryError:
-            raise OutOfDeviceMemory(_what_would_fit(size)) from None
+            raise _full(size) from None
 
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds on the current GPU, handed out or not."""
@@ -104,13 +104,14 @@ def allocate_unpooled(size: int):
     except cupy.cuda.runtime.CUDARuntimeError as problem:
         if problem.status != MEMORY_ALLOCATION_ERROR:
             raise
-        raise OutOfDeviceMemory(_what_would_fit(size)) from None
+        raise _full(size) from None
 
 
-def _what_would_fit(size: int) -> str:
+def _full(size: int) -> OutOfDeviceMemory:
     free, total = cupy.cuda.runtime.memGetInfo()
-    return (
+    return OutOfDeviceMemory(
         f"GPU memory is full: {size / GIB:.2f} GiB more needed, {free / GIB:.2f} of "
         f"{total / GIB:.0f} GiB free; halve train.batch_size and double train.accumulation, or set "
-        "features.remat=block; the last checkpoint is kept"
+        "features.remat=block",
+        total,
     )
