@@ -213,6 +213,12 @@ GATE = Gate(
             _heads_are_shared_by_remainder,
         ),
         Defect(
+            "head order elsewhere",
+            "gqa_greedy_differing_tokens",
+            in_transformers,
+            _heads_are_shared_by_remainder,
+        ),
+        Defect(
             "any order of sums",
             "gqa_run_to_run_differing_values",
             run_to_run,

@@ -35,7 +35,7 @@ REMAT = ("none", "mlp", "block")
 
 
 def same_everywhere(device: str) -> dict[str, float]:
-    """Elements that differ from the mask that NumPy draws by the definition, on one thread and all."""
+    """Elements that differ from the mask of NumPy by the definition, on one thread and on all."""
     here = devices.use(device)
     key = rng.key_array(np, 2**40 + 5, 7, MICRO_BATCH)
     differing = 0
@@ -190,9 +190,7 @@ def _bits_are_fifteen():
 
 
 def _what_is_kept_is_not_scaled():
-    return _masked(
-        lambda bits, xp, n, key, p, site: _threshold(bits(xp, n, key, site), xp, p, 1.0)
-    )
+    return _masked(lambda bits, xp, n, key, p, site: _threshold(bits(xp, n, key, site), xp, p, 1.0))
 
 
 def _zero_is_not_exact():
@@ -204,9 +202,7 @@ def _zero_is_not_exact():
 def _masks_move_on_with_every_draw():
     count = itertools.count()
     return _masked(
-        lambda bits, xp, n, key, p, site: _threshold(
-            bits(xp, n, key, site + next(count)), xp, p
-        )
+        lambda bits, xp, n, key, p, site: _threshold(bits(xp, n, key, site + next(count)), xp, p)
     )
 
 
@@ -236,9 +232,7 @@ GATE = Gate(
     "Dropout",
     measures=(same_everywhere, own_place, rates, nothing_dropped, recomputed, replayed),
     defects=(
-        Defect(
-            "threads", "mask_differing_elements", same_everywhere, _mask_depends_on_the_threads
-        ),
+        Defect("threads", "mask_differing_elements", same_everywhere, _mask_depends_on_the_threads),
         Defect("no site", "places_with_the_same_mask", own_place, _site_is_forgotten),
         Defect("coarse p", "keep_rate_sigmas", rates, _bits_are_fifteen),
         Defect("not scaled", "mean_sigmas", rates, _what_is_kept_is_not_scaled),

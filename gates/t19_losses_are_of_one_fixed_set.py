@@ -11,6 +11,7 @@ Needs   A CPU or one CUDA device. About 15 seconds, most of it tokenising.
 
 import contextlib
 import hashlib
+import itertools
 import math
 import tempfile
 from dataclasses import replace
@@ -128,7 +129,7 @@ def _beginnings(shard, skip: int = 0) -> set[bytes]:
     starts[0] += skip
     return {
         np.asarray(shard.tokens[a : min(a + 200, b)]).tobytes()
-        for a, b in zip(starts[:-1], starts[1:], strict=True)
+        for a, b in itertools.pairwise(starts)
     }
 
 
@@ -136,8 +137,10 @@ def _batches_weigh_alike():
     """The mean over batches of each one's mean, as a training loop's own log has it."""
 
     def wrong(model, source, *, batch_size, device):
-        parts = [sound(model, _One(batch), batch_size=batch_size, device=device) for batch in
-                 source.batches(batch_size)]
+        parts = [
+            sound(model, _One(batch), batch_size=batch_size, device=device)
+            for batch in source.batches(batch_size)
+        ]
         loss = math.fsum(each.loss for each in parts) / len(parts)
         return replace(parts[0], loss=loss, tokens=sum(each.tokens for each in parts))
 

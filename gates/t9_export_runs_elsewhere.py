@@ -228,8 +228,6 @@ GATE = Gate(
             in_transformers,
             _gate_and_up_change_places,
         ),
-        Defect(
-            "another base", "export_logits_max_abs", in_transformers, _another_base_is_stated
-        ),
+        Defect("another base", "export_logits_max_abs", in_transformers, _another_base_is_stated),
     ),
 )

@@ -4,6 +4,7 @@ The continuation goes to stdout as it is made, without the prompt, and all else 
 prompt every line of stdin is one; a terminal is asked, line by line, until end of file.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -26,7 +27,8 @@ def decode(run: RunConfig, typed: Sequence[str], say: Callable[[str], None]) -> 
     terminal the next prompt is asked for instead.
     """
     origin = trained_model(run)
-    run, learner = learner_of(run, origin, typed)
+    run = fitted(run, origin, typed)
+    learner = trained_learner(run, origin)
     tokenizer = load_tokenizer(run.data.tokenizer)
     stops = {tokenizer.eot} if origin.is_checkpoint else {tokenizer.eot, *end_ids(origin.path)}
     say(f"model {origin.path}")
@@ -73,12 +75,22 @@ def trained_model(run: RunConfig) -> Origin:
         raise UsageError(f"there is no promoted model: {error}: {advice}") from error
 
 
-def learner_of(run: RunConfig, origin: Origin, typed: Sequence[str]) -> tuple[RunConfig, Learner]:
-    """The run as the model's architecture makes it, and the model with its weights."""
-    run = adopt(run, origin, typed)
+def fitted(run: RunConfig, origin: Origin, typed: Sequence[str]) -> RunConfig:
+    """The run with the model's architecture, in windows that the model has positions for.
+
+    A window that was typed and is too long is a UsageError, as any model key that differs.
+    """
+    if origin.model is not None and not any(each.startswith("train.seq_len=") for each in typed):
+        seq_len = min(run.train.seq_len, origin.model.max_position_embeddings)
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, seq_len=seq_len))
+    return adopt(run, origin, typed)
+
+
+def trained_learner(run: RunConfig, origin: Origin) -> Learner:
+    """The model of a fitted run with its weights."""
     learner = build(run, initialize=False)
     load_origin(origin, learner)
-    return run, learner
+    return learner
 
 
 def prompts(given: str | None) -> Iterator[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gates.table import print_table
 from gates.trained_run import data_cache
-from pipelines.decode import learner_of, trained_model
-from pipelines.start import Origin, adopt, check_vocabulary
+from pipelines.decode import fitted, trained_learner, trained_model
+from pipelines.start import Origin, check_vocabulary
 from xtrain.config import RunConfig, config_fingerprint, resolved_yaml
 from xtrain.data.eval_set import compare, open_eval_set, require_same_set
 from xtrain.data.imported_tokenizer import load_tokenizer
@@ -35,9 +35,9 @@ def evaluate_run(run: RunConfig, typed: Sequence[str], say: Callable[[str], None
     """
     earlier = None if run.eval.against is None else read_result(run.eval.against)
     origin = trained_model(run)
-    adopted = adopt(run, origin, typed)
-    check_vocabulary(adopted)
-    tokenizer = load_tokenizer(adopted.data.tokenizer)
+    run = fitted(run, origin, typed)
+    check_vocabulary(run)
+    tokenizer = load_tokenizer(run.data.tokenizer)
     cache = data_cache(Path(run.out)) / "eval"
     chosen = open_eval_set(run.eval, cache_dir=cache, tokenizer=tokenizer)
     say(f"set {run.eval.name}: {chosen.manifest['tokens']:,} tokens, sha256 {chosen.sha256}")
@@ -45,8 +45,7 @@ def evaluate_run(run: RunConfig, typed: Sequence[str], say: Callable[[str], None
         require_same_set({"set": chosen.manifest}, earlier)
     if may_have_seen(origin, run):
         say(f"this model may have been trained on parts of {run.eval.name}: its data were cut")
-    run, learner = learner_of(run, origin, typed)
-    result = measure_on_set(run, learner, chosen)
+    result = measure_on_set(run, trained_learner(run, origin), chosen)
     result["model"] = {"from": origin.said, **weights(origin)}
     out = open_run(
         run.out,

@@ -11,6 +11,7 @@ from pipelines.progress import Progress
 from xtrain.config import RunConfig, config_fingerprint
 from xtrain.data.dataset import Prepared
 from xtrain.data.imported_tokenizer import load_tokenizer
+from xtrain.engine.device import Device
 from xtrain.infer.generate import generate
 from xtrain.learner import Learner, eval_windows, measure, training_windows
 from xtrain.track import RunDir, read_metrics
@@ -43,7 +44,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
     with Progress(run.train.total_steps, start) as progress:
 
         def log(number: int, values: dict) -> None:
-            out.log(number, values | {"memory_bytes": peak_memory_bytes()})
+            out.log(number, values | {"memory_bytes": peak_memory_bytes(learner.device)})
             progress.show(number, values)
 
         def evaluate_now(number: int) -> None:
@@ -123,7 +124,9 @@ def sample(run: RunConfig, learner: Learner) -> list[tuple[str, str]]:
     return [(p, tokenizer.decode(row)) for p, row in zip(prompts, ids, strict=True)]
 
 
-def peak_memory_bytes() -> int:
-    """Peak resident memory of this process."""
+def peak_memory_bytes(device: Device) -> int:
+    """The most memory that was held at once: on a GPU by its pools, else by this process."""
+    if device.name == "cuda":
+        return device.memory().peak_bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

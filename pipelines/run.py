@@ -7,7 +7,8 @@ says how it ended, and `resume=auto` goes on from the last complete checkpoint.
 import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gates.promote import register_owed
@@ -24,13 +25,14 @@ from xtrain.config import (
     resolved_yaml,
 )
 from xtrain.engine import device as devices
-from xtrain.errors import Interrupted, UsageError
-from xtrain.estimate import describe
+from xtrain.errors import Interrupted, OutOfDeviceMemory, UsageError
+from xtrain.estimate import describe, what_would_fit
 from xtrain.learner import build, eval_windows, training_windows
 from xtrain.machine import device_facts
 from xtrain.mirror import Mirror, catch_up, reap_stale
 from xtrain.resume import choose_run, continue_run
 from xtrain.track import RunDir, load_run, open_run
+from xtrain.train import checkpoint
 
 
 def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
@@ -72,9 +74,10 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
     out, notice = _choose(run, typed, fingerprints)
     if notice:
         say(notice)
-    learner = build(run, initialize=origin is None)
-    if origin is not None:
-        load_origin(origin, learner)
+    with saying_what_would_fit(run):
+        learner = build(run, initialize=origin is None)
+        if origin is not None:
+            load_origin(origin, learner)
     if out is not None:
         start, lines = pretrain.resume_point(out, learner, _checkpoint_named(run.resume))
         for line in lines:
@@ -127,7 +130,7 @@ def _under_way(run: RunConfig, learner, prepared, out: RunDir, start: int) -> in
     say(f"run directory {out.path}")
     ended = "FAILED"
     try:
-        with watch_signals() as stop:
+        with watch_signals() as stop, saying_what_would_fit(run, out):
             pretrain.train(run, learner, prepared, out, start=start, stop=stop)
             code = verdict.conclude(run, learner, out, mirror, say)
         ended = "FINISHED"
@@ -145,6 +148,22 @@ def _under_way(run: RunConfig, learner, prepared, out: RunDir, start: int) -> in
             out.close()
             if behind:
                 say(behind)
+
+
+@contextmanager
+def saying_what_would_fit(run: RunConfig, out: RunDir | None = None) -> Iterator[None]:
+    """Turn a full GPU into one line: what was asked for, what would fit, which checkpoint is kept.
+
+    out: the run directory, once there is one.
+    """
+    try:
+        yield
+    except OutOfDeviceMemory as full:
+        asked = str(full).partition(";")[0]
+        parts = [asked, what_would_fit(run, run.device, full.total_bytes)]
+        kept, _ = checkpoint.latest(out.path / "checkpoints") if out else (None, [])
+        parts.append(f"checkpoint {kept.path} is kept" if kept else "there is no checkpoint yet")
+        raise OutOfDeviceMemory("; ".join(parts), full.total_bytes) from full
 
 
 def _checkpoint_named(resume: str) -> Path | None:

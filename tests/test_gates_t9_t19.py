@@ -9,8 +9,8 @@ from gates.find import find_gates
 from gates.gate import Explained, NotMeasured
 from gates.judge import FAIL, NOT_MEASURED, PASS, judge
 from gates.trained_run import composed, gate_of, undeclared_axes
-from xtrain.config import compose, gate_checks, load_run
 from xtrain.confdir import choices
+from xtrain.config import compose, gate_checks, load_run
 
 PHASES = ["t9", "t13", "t15", "t16", "t18", "t19"]
 FILES = {name: find_gates()[name] for name in PHASES}

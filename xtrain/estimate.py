@@ -207,8 +207,8 @@ def _smaller(run: RunConfig, remat: str) -> Iterator[RunConfig]:
         train = run.train
         if train.batch_size % 2:
             return
-        train = replace(train, batch_size=train.batch_size // 2, accumulation=2 * train.accumulation)
-        run = replace(run, train=train)
+        halved, doubled = train.batch_size // 2, 2 * train.accumulation
+        run = replace(run, train=replace(train, batch_size=halved, accumulation=doubled))
 
 
 def _overrides(run: RunConfig, changed: RunConfig) -> str:

@@ -25,8 +25,10 @@ from xtrain.cuda.rows import Shape
 from xtrain.engine.dtype import bfloat16, float32
 
 needs_numba_cuda = pytest.mark.skipif(
-    importlib.util.find_spec("numba_cuda") is None or launch.SIMULATED,
-    reason="numba-cuda is not installed, or Numba simulates",
+    importlib.util.find_spec("numba_cuda") is None
+    or importlib.util.find_spec("nvidia") is None
+    or launch.SIMULATED,
+    reason="numba-cuda with NVIDIA's compiler wheels is not installed, or Numba simulates",
 )
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None or importlib.util.find_spec("nvidia") is None,

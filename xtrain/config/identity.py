@@ -131,10 +131,12 @@ def undeclared_differences(run: RunConfig, parent: RunConfig) -> dict[str, list[
     The parent is taken as it would be on the device of the run, so that where a run is trained is
     no difference, unless the device cannot do what the parent asks for.
     """
-    if run.device != "auto":
-        features = best_features(parent.features, run.device)
-        parent = dataclasses.replace(parent, features=features)
     parent = dataclasses.replace(parent, device=run.device)
+    if run.device != "auto":
+        run, parent = (
+            dataclasses.replace(each, features=best_features(each.features, run.device))
+            for each in (run, parent)
+        )
     differing = axis_differences(run, parent)
     return {axis: keys for axis, keys in differing.items() if axis not in run.axes}
 

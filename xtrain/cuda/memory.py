@@ -69,6 +69,11 @@ class Pool:
         try:
             return self._pool.malloc(size)
         except cupy.cuda.memory.OutOfMemoryError:
+            # What evaluation left lies unused there. Pools of captured steps are in use by replays.
+            shared_pool().release()
+        try:
+            return self._pool.malloc(size)
+        except cupy.cuda.memory.OutOfMemoryError:
             raise _full(size) from None
 
     def reserved_bytes(self) -> int:
