@@ -31,15 +31,16 @@ class Way:
     features: Features
 
 
-def as_of(phase: str, run: str, device: str) -> RunConfig:
+def as_of(phase: str, run: str, device: str, *overrides: str) -> RunConfig:
     """A run with what a phase has switched on on a device, and nothing later."""
-    composed = load_run(compose([f"run={run}", f"phase={phase}"]))
+    composed = load_run(compose([f"run={run}", f"phase={phase}", *overrides]))
     features = resolve_features(composed, device)
     return replace(composed, device=device, features=features)
 
 
 def sized_step(here: Device, features: Features, work: Work) -> OurStep:
     """The benchmark's training step on random tokens, made under these features."""
+    here.restart_peak()  # what earlier steps held goes back first: two big ones may not fit
     configure(here, features)
     work = replace(work, precision=features.precision, remat=features.remat)
     return OurStep(load_config(work.model, work.seq), work, here)

@@ -67,7 +67,7 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
     if found is None:
         raise UsageError(f"{path}: no complete checkpoint")
     prepared = prepare(run.data, cache_dir=data_cache(out))
-    learner = build(run)
+    learner = build(run, initialize=False)  # the checkpoint has every weight
     checkpoint.restore(found, learner.buffers, learner.optimizer, learner.device)
     loss = measure(run, learner, eval_windows(run, prepared)).loss
     unigram = unigram_entropy(prepared)

@@ -1,0 +1,83 @@
+"""A GPU that is full: one line that says what would fit, exit code 1, the checkpoint kept."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines import pretrain
+from pipelines.__main__ import _guarded, main
+from pipelines.run import resolve, saying_what_would_fit
+from xtrain.config import compose, load_run
+from xtrain.engine import device
+from xtrain.errors import OutOfDeviceMemory, UsageError
+from xtrain.machine import device_facts
+from xtrain.track import all_runs
+from xtrain.train.objectives import next_token
+
+CONF = str(Path(__file__).parent / "conf")
+ASKED = "GPU memory is full: 2.00 GiB more needed, 0.10 of 1 GiB free"
+
+
+def full() -> OutOfDeviceMemory:
+    return OutOfDeviceMemory(f"{ASKED}; halve train.batch_size", 1 << 30)
+
+
+def test_a_full_memory_is_one_line_and_no_usage_error(capsys):
+    def fails():
+        raise full()
+
+    assert _guarded(fails) == 1
+    assert capsys.readouterr().err == f"xtrain: {ASKED}; halve train.batch_size\n"
+
+
+def test_what_would_fit_is_said_for_the_run_that_found_it_full():
+    run = replace(load_run(compose(["run=v0"])), device="cuda")
+    with pytest.raises(OutOfDeviceMemory) as raised, saying_what_would_fit(run):
+        raise full()
+    asked, fits, kept = str(raised.value).split("; ")
+    assert asked == ASKED
+    assert fits.startswith("what would fit: train.batch_size=4 train.accumulation=2 (")
+    assert kept == "there is no checkpoint yet"
+
+
+def test_other_errors_pass_as_they_are():
+    run = resolve(load_run(compose(["run=v0", "device=cpu"])))
+    with pytest.raises(UsageError, match="^typo$"), saying_what_would_fit(run):
+        raise UsageError("typo")
+
+
+def test_a_run_whose_memory_was_full_is_failed_and_goes_on_later(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "text.txt").write_text("The people of the county sent letters.\n" * 400)
+    command = ["--config-dir", CONF, "run=tiny", "data.path=text.txt", "device=cpu"]
+    calls = []
+
+    def is_full_at_the_eighth_step(*arguments):
+        calls.append(arguments)
+        if len(calls) == 8:
+            raise full()
+        return next_token(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pretrain, "next_token", is_full_at_the_eighth_step)
+        assert main(command) == 1
+    (failed,) = all_runs(tmp_path / "outputs", "tiny", "pretrain")
+    assert failed.manifest["status"] == "FAILED"
+    kept = failed.path / "checkpoints" / "5"
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"xtrain: {ASKED}; what would fit: train.batch_size=2 ")
+    assert last.endswith(f"; checkpoint {kept} is kept")
+    assert main(command) == 0
+    assert f"resuming from checkpoint {kept}" in capsys.readouterr().err
+
+
+def test_memory_of_a_cpu_is_that_of_the_process():
+    assert pretrain.peak_memory_bytes(device.use("cpu")) > 1 << 20
+
+
+def test_facts_of_a_gpu_are_asked_for_only_there():
+    assert "gpu" not in device_facts("cpu")
+    found = device_facts("cuda")["gpu"]
+    assert "versions" in found and ("device" in found or "problem" in found)
