@@ -66,3 +66,10 @@ def test_a_matrix_with_no_contiguous_axis_is_refused():
 def test_the_batch_stride_of_a_slice_is_that_of_the_whole():
     whole = np.zeros((3, 10, 4), np.float32)
     assert Arrangement(whole[:, 2:5], False).batch_stride == 40
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0.0, 0.0), (1.0, 7.0)])
+def test_a_sum_of_no_terms_is_zero_or_what_was_there(beta, expected):
+    out = np.full((3, 4), 7, np.float32)
+    gemm(np.zeros((3, 0), np.float32), np.zeros((0, 4), np.float32), out, beta=beta)
+    assert (out == expected).all()

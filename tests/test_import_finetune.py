@@ -27,9 +27,8 @@ from xtrain.train.optimizer import learning_rate
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-TEXT = [
-    f"Sentence {n}: the quick brown fox {n * n} jumps over {n} lazy dogs. " * 3 for n in range(60)
-]
+WORDS = "Sentence {n}: the quick brown fox {m} jumps over {n} lazy dogs. "
+TEXT = [WORDS.format(n=n, m=n * n) * 3 for n in range(60)]
 STEPS, ROWS, T = 20, 2, 16
 PROMPT = "Sentence 7: the quick"
 RUN = """\
@@ -300,7 +299,7 @@ def full(size: Size = FULL) -> None:
         ours, truth = losses_of(trained), losses_of_torch(model, trained)
         worst = max(abs(a - b) / b for a, b in zip(ours, truth, strict=True))
         print(f"{STEPS} steps: losses {ours[0]:.6f} to {ours[-1]:.6f}, worst relative {worst:.2e}")
-        exported, tokenizer, said = load_watched(trained / "export")
+        _, tokenizer, said = load_watched(trained / "export")
         print(f"warnings of loading the export: {said}")
         run, origin = start_from(load_saved(trained / "config.yaml"), [])
         print(f"imported {run.model} from {origin.path}")

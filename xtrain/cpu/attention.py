@@ -23,7 +23,7 @@ _ROW_SUMS = {"reassoc", "contract"}  # sums along a row may use vector lanes; Na
 
 def forward(xp, q, k, v, starts, offsets):
     """y (B, H, T, Dh), and what backward needs."""
-    q, k, v = (np.ascontiguousarray(a) for a in (q, k, v))
+    q = np.ascontiguousarray(q)  # k and v may be slices of a cache: they are packed once, below
     B, T = q.shape[0], q.shape[2]
     # The visible keys of each query: first <= key < end.
     first = np.zeros((B, T), np.int32) if starts is None else np.ascontiguousarray(starts)
@@ -41,6 +41,7 @@ def forward(xp, q, k, v, starts, offsets):
 def backward(xp, dy, saved):
     """dq, dk, dv."""
     q, k, v, p, end = saved
+    k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
     dq, dk, dv = np.empty_like(q), np.empty_like(k), np.empty_like(v)
     scale = np.float32(1 / math.sqrt(q.shape[3]))
     run = _backward if p.size <= SERIAL else _backward_parallel
