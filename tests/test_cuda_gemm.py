@@ -6,7 +6,7 @@ from numpy.lib.stride_tricks import as_strided
 
 pytest.importorskip("numba.cuda")
 
-from xtrain.cuda.gemm import Arrangement, _sizes
+from xtrain.cuda.gemm import Arrangement, _sizes, gemm
 
 SOURCE = np.random.default_rng(0)
 

@@ -100,7 +100,7 @@ def test_what_would_fit_is_less_than_what_did_not(v0):
     full = training_memory_bytes(v0, "cuda").total
     said = what_would_fit(v0, "cuda", full)
     assert "train.batch_size=4 train.accumulation=2 (" in said
-    assert said.endswith(" or train.batch_size=4 train.accumulation=2 features.remat=block (105 MB)")
+    assert " or train.batch_size=4 train.accumulation=2 features.remat=block (" in said
 
 
 def test_a_model_that_fits_in_no_way_is_said_to_need_more(v0):

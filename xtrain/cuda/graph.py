@@ -13,7 +13,6 @@ from collections.abc import Callable
 import cupy
 
 from xtrain.cuda.memory import Pool, account
-from xtrain.cuda.traffic import bytes_to_host
 
 WARM_UP_CALLS = 2
 
@@ -54,7 +53,11 @@ class CapturedStep:
     @property
     def bytes_to_host(self) -> int:
         """Bytes that each replay copies to the host by itself; 0 before the capture."""
-        return 0 if self._graph is None else bytes_to_host(self._graph)
+        if self._graph is None:
+            return 0
+        from xtrain.cuda.traffic import bytes_to_host
+
+        return bytes_to_host(self._graph)
 
     def _run_eagerly(self) -> None:
         with cupy.cuda.using_allocator(self._pool.allocate):

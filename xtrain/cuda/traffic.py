@@ -22,11 +22,17 @@ def _of_node(node) -> int:
     if kind != kinds.cudaGraphNodeTypeMemcpy:
         return 0
     (copy,) = _checked(runtime.cudaGraphMemcpyNodeGetParams(node))
-    within_device = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-    to_device = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
-    if copy.kind in (within_device, to_device):
+    if not _ends_on_host(copy):
         return 0
     return copy.extent.width * copy.extent.height * copy.extent.depth
+
+
+def _ends_on_host(copy) -> bool:
+    kinds, places = runtime.cudaMemcpyKind, runtime.cudaMemoryType
+    if copy.kind != kinds.cudaMemcpyDefault:
+        return copy.kind == kinds.cudaMemcpyDeviceToHost
+    (target,) = _checked(runtime.cudaPointerGetAttributes(copy.dstPtr.ptr))
+    return target.type in (places.cudaMemoryTypeHost, places.cudaMemoryTypeUnregistered)
 
 
 def _checked(answer: tuple) -> tuple:
