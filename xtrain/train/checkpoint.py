@@ -112,12 +112,13 @@ def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
 def restore(checkpoint: Checkpoint, buffers: FlatBuffers, optimizer: AdamW, device: Device) -> None:
     """Put weights, moments and counts back; shapes and names must be those of the model."""
     state = load_file(checkpoint.path / FILES[1])
-    views = {"updates": np.zeros(1), "skipped": np.zeros(1)}
+    moments = {}
     for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
-        views |= {f"{label}.{n}": view for n, view in named_tensors(buffers, buffer).items()}
-    _require_same_tensors(state, views, checkpoint.path / FILES[1])
+        moments |= {f"{label}.{n}": view for n, view in named_tensors(buffers, buffer).items()}
+    counts = {"updates": np.zeros(1), "skipped": np.zeros(1)}
+    _require_same_tensors(state, moments | counts, checkpoint.path / FILES[1])
     load_weights(checkpoint.path / FILES[0], buffers, device)
-    _put(state, views, device)
+    _put(state, moments, device)
     optimizer.updates[...] = int(state["updates"][0])
     optimizer.skipped[...] = int(state["skipped"][0])
 
