@@ -32,8 +32,14 @@ def finish(directory: Path, overrides: list[str]) -> None:
         raise SystemExit(f"exit code {done.returncode}: {done.stderr.decode()[-2000:]}")
 
 
-def kill_after(directory: Path, overrides: list[str], delay_s: float) -> bool:
-    """Start, SIGKILL after a delay; returns whether it was still running."""
+def kill_at(
+    directory: Path, overrides: list[str], step: int, delay_s: float, *, in_a_save: bool
+) -> bool:
+    """Start, and SIGKILL at an instant after training has passed `step`.
+
+    delay_s: how long after it. in_a_save: at the first half-written checkpoint after it instead.
+    Returns whether the run was still going on.
+    """
     process = subprocess.Popen(
         command([*overrides, "resume=auto"]),
         cwd=directory,
@@ -41,36 +47,31 @@ def kill_after(directory: Path, overrides: list[str], delay_s: float) -> bool:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    try:
-        process.wait(delay_s)
+
+    def half_written() -> set[Path]:
+        return set(directory.glob("outputs/*/*/*/checkpoints/.writing-*"))
+
+    while process.poll() is None and last_step(directory) < step:
+        time.sleep(0.005)
+    before = half_written()  # of earlier kills
+    while in_a_save and process.poll() is None and not half_written() - before:
+        time.sleep(0.001)
+    if not in_a_save:
+        time.sleep(delay_s)
+    if process.poll() is not None:
         return False
-    except subprocess.TimeoutExpired:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        return True
-
-
-def kill_in_a_save(directory: Path, overrides: list[str], deadline_s: float) -> bool:
-    """Start, SIGKILL as soon as a checkpoint is half written; returns whether one was caught."""
-    before = {p.name for p in directory.glob("outputs/*/*/*/checkpoints/.writing-*")}
-    process = subprocess.Popen(
-        command([*overrides, "resume=auto"]),
-        cwd=directory,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    end = time.monotonic() + deadline_s
-    while process.poll() is None and time.monotonic() < end:
-        found = {p.name for p in directory.glob("outputs/*/*/*/checkpoints/.writing-*")}
-        if found - before:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            return True
-        time.sleep(0.002)
-    process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    return False
+    return True
+
+
+def last_step(directory: Path) -> int:
+    """The last training step in the metrics of the one run below a directory; -1 before any."""
+    found = list(directory.glob("outputs/*/*/*/metrics.jsonl"))
+    if not found:
+        return -1
+    lines = found[0].read_text().rpartition("\n")[0].splitlines()
+    return json.loads(lines[-1])["step"] if lines else -1
 
 
 def environment() -> dict[str, str]:
@@ -123,19 +124,23 @@ def main() -> int:
         finish(plain, options.overrides)
         length = time.monotonic() - started
         print(f"undisturbed: {length:.1f} s", flush=True)
-        in_saves = set(choose.sample(range(options.kills), options.saves))
+        total = training_values(run_directory(plain))[-1]["step"]
+        # -1: while it starts, before there is anything to go on from.
+        steps = [-1, *sorted(choose.sample(range(total), options.kills - 1))]
+        in_saves = set(choose.sample(range(1, options.kills - 1), options.saves))
         kills = saves = 0
-        for number in range(options.kills):
-            if number in in_saves:
-                caught = kill_in_a_save(killed, options.overrides, 2 * length)
-                saves += caught
-            else:
-                caught = kill_after(killed, options.overrides, choose.uniform(0.5, length / 3))
+        for number, step in enumerate(steps):
+            saving = number in in_saves
+            delay = choose.uniform(0, 0.5) if number else choose.uniform(0.5, 3)
+            caught = kill_at(killed, options.overrides, step, delay, in_a_save=saving)
             kills += caught
-            print(f"kill {number + 1}: {'killed' if caught else 'it had ended'}", flush=True)
+            saves += caught and saving
+            where = " inside a save" if saving else ""
+            print(f"kill {number + 1} after step {step}{where}: {caught}", flush=True)
             if not caught:
                 break
-        finish(killed, [*options.overrides, "resume=auto"])
+        if kills == len(steps):
+            finish(killed, [*options.overrides, "resume=auto"])
         differences = compare(run_directory(plain), run_directory(killed))
     print(f"{kills} kills, {saves} of them inside a save: ", end="")
     print("the same values, bit for bit" if not differences else "\n".join(differences))

@@ -156,3 +156,20 @@ def test_waiting_inside_a_step_and_capturing_it_exclude_each_other(device):
     device.op_sync = True
     with pytest.raises(UsageError, match=r"features\.op_sync"):
         device.capture(lambda: None)
+
+
+def test_a_captured_step_that_is_gone_gave_its_memory_back(device):
+    import cupy
+
+    def free_bytes() -> int:
+        gc.collect()
+        device.restart_peak()
+        return cupy.cuda.Device().mem_info[0]
+
+    train(device, 3)  # compiles and loads what stays loaded
+    before = free_bytes()
+    step = device.capture(lambda: device.xp.zeros(2**28, np.float32) + 1)  # 1 GiB, twice
+    for _ in range(4):
+        step()
+    del step
+    assert before - free_bytes() < 2**26

@@ -63,6 +63,9 @@ class Pool:
     def __init__(self, account: Account):
         self._pool = cupy.cuda.MemoryPool(account.driver_malloc)
         account.pools.add(self)
+        # A CuPy pool that is only dropped keeps its free blocks from the driver for good: 33 GB for
+        # one captured step of v8 (H200, CuPy 14.2).
+        weakref.finalize(self, self._pool.free_all_blocks).atexit = False
 
     def allocate(self, size: int):
         """Memory of at least `size` bytes; raises OutOfDeviceMemory when there is none."""
