@@ -166,7 +166,9 @@ def _list(files: Sequence[GateFile], bench: Bench, as_json: bool) -> int:
 def _conf_file(gate: str) -> Path | None:
     from xtrain.confdir import conf_dir
 
-    places = [conf_dir() / group / f"{gate}.yaml" for group in ("phase", "run", "milestone")]
+    places = [
+        conf_dir() / group / f"{gate}.yaml" for group in ("phase", "run", "gate", "milestone")
+    ]
     return next((place for place in places if place.is_file()), None)
 
 

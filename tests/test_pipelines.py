@@ -128,6 +128,24 @@ def test_sigkill_inside_a_save_loses_nothing(here, tmp_path_factory):
     assert compare(run_directory(plain), run_directory(here)) == []
 
 
+def test_a_run_killed_before_its_first_checkpoint_doubles_nothing(here, tmp_path_factory):
+    plain = tmp_path_factory.mktemp("plain")
+    (plain / "text.txt").write_text(TEXT)
+    one_save = ("train.max_tokens=12800", "train.save_every_steps=1000", "promote=false")
+    undisturbed = spawn(plain, *one_save)
+    undisturbed.communicate()
+    assert undisturbed.returncode == 0
+
+    process = spawn(here, *one_save)
+    wait_for("outputs/tiny/pretrain/*/metrics.jsonl", here, process)
+    process.kill()
+    process.communicate()
+    process = spawn(here, *one_save, "resume=auto")
+    process.communicate()
+    assert process.returncode == 0
+    assert compare(run_directory(plain), run_directory(here)) == []
+
+
 @pytest.fixture
 def interrupted(here):
     """A run that stopped after ten steps, as a kill leaves it."""

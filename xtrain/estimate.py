@@ -4,8 +4,14 @@
 
 Forward and backward of a product are 6 FLOP a weight and token; attention's two products are
 12 x width x seq a layer, of which a causal mask needs half. MFU is quoted with this convention;
-what remat computes twice is not counted. Bytes are the buffers that live through a step; the
-workspaces of libraries are not counted.
+what remat computes twice is not counted.
+
+    bytes = state + activations + max(loss, backward) + half the smaller of the two, if pooled
+
+The tape keeps every op's inputs until a micro-batch's backward has ended, so the activations stand
+beside whatever the loss or a block's backward takes. A pool hands blocks of the one to the other
+where they fit; half is what did not in a replay of the allocations of v1 to v12. cuBLAS's 32 MiB
+of workspace and the driver's own memory are in no pool and not counted.
 """
 
 from collections.abc import Iterator
@@ -47,12 +53,20 @@ class Memory:
     gradients: int  # fp32
     moments: int  # two, fp32
     activations: int  # what backward needs, of one micro-batch
-    logits: int  # of one chunk, and their gradient
+    logits: int  # of the chunks that exist at once, and their gradient
+    backward: int  # of one block: what it makes again, and its widest point
+    scattered: int  # in a pool's blocks that fit neither the loss nor backward
 
     @property
     def total(self) -> int:
-        """The sum."""
-        return self.weights + self.gradients + self.moments + self.activations + self.logits
+        """The fullest moment: the loss and a block's backward are not held at once."""
+        working = max(self.logits, self.backward) + self.scattered
+        return self.state + self.activations + working
+
+    @property
+    def state(self) -> int:
+        """What lives from step to step."""
+        return self.weights + self.gradients + self.moments
 
 
 def count_parameters(config: Qwen3Config, qk_norm: bool = True) -> Counts:
@@ -84,12 +98,16 @@ def training_memory_bytes(run: RunConfig, device_class: str) -> Memory:
     parameters = _padded_parameters(run.model, features.qk_norm)
     sequences = run.train.batch_size if features.batched else 1
     tokens = sequences * run.train.seq_len
+    logits = _logit_bytes(run.model, tokens, device_class, bf16)
+    backward = tokens * _backward_bytes(run, features, device_class)
     return Memory(
         weights=parameters * (6 if bf16 else 4),
         gradients=parameters * 4,
         moments=parameters * 8,
         activations=tokens * _activation_bytes(run, features, device_class),
-        logits=_logit_bytes(run.model, tokens, device_class, bf16),
+        logits=logits,
+        backward=backward,
+        scattered=min(logits, backward) // 2 if features.pool else 0,
     )
 
 
@@ -154,15 +172,15 @@ def _on_device(
         return f"no: {refusal}"
     features = resolve_features(run, device_class)
     memory = training_memory_bytes(run, device_class)
-    state = memory.weights + memory.gradients + memory.moments
     if tok_s:
         time = f"{_duration(tokens / tok_s)} at {_count(tok_s)} tok/s"
     else:
         rate = ASSUMED_FLOPS[device_class, features.precision]
         time = f"about {_duration(flops / rate)} if it does {_unit(rate, 'FLOP')}/s (not measured)"
     return (
-        f"{features.precision}, {_unit(memory.total, 'B')}: {_unit(state, 'B')} state, "
-        f"{_unit(memory.activations, 'B')} activations, {_unit(memory.logits, 'B')} logits; {time}"
+        f"{features.precision}, {_unit(memory.total, 'B')}: {_unit(memory.state, 'B')} state, "
+        f"{_unit(memory.activations, 'B')} activations, {_unit(memory.logits, 'B')} logits, "
+        f"{_unit(memory.backward, 'B')} backward; {time}"
     )
 
 
@@ -173,30 +191,59 @@ def _padded_parameters(config: Qwen3Config, qk_norm: bool) -> int:
 
 
 def _activation_bytes(run: RunConfig, features: Features, device_class: str) -> int:
-    """Bytes that one token leaves behind for backward, and what backward of one block adds."""
+    """Bytes that one token leaves on the tape until backward has ended."""
+    config, size = run.model, 2 if features.precision == "bf16" else 4
+    mixer, mlp = _block_bytes(run, features, device_class)
+    stream = 2 * size * config.hidden_size  # the pair that a block hands on
+    kept = {"none": mixer + mlp, "mlp": mixer + stream, "block": stream}[features.remat]
+    # Embedding, last sum, normed sum and its gradient; none and mlp have no first sum instead.
+    ends = (4 if features.remat == "block" else 3) * size * config.hidden_size
+    return config.num_hidden_layers * kept + ends
+
+
+def _block_bytes(run: RunConfig, features: Features, device_class: str) -> tuple[int, int]:
+    """Bytes a token of what the ops of a block make: in its attention half and in its MLP half."""
     config, size = run.model, 2 if features.precision == "bf16" else 4
     D, F, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    # The CPU keeps the probabilities. A GPU makes them again, for an eighth of the queries at once.
-    kept_scores = heads * run.train.seq_len if device_class == "cpu" else 0
-    queries = min(run.train.seq_len, max(LEAST_QUERIES, run.train.seq_len // QUERY_BLOCKS))
-    scores = (8 + size) * heads * queries if device_class == "cuda" else 0
-    # Block input, normed input; q, k, v before and q, k after norm and RoPE; attention's output.
-    mixer = 2 * D + 2 * q + 3 * kv + q + kept_scores
-    mlp = 2 * D + 3 * F  # sum, normed sum; gate, up and their product
-    kept = {"none": mixer + mlp, "mlp": mixer + D, "block": D}[features.remat]
+    # The CPU keeps the probabilities. A GPU makes them again.
+    scores = heads * run.train.seq_len if device_class == "cpu" else 0
+    # Sum, normed sum and the half's result, once more where dropout follows.
+    both = 4 * D if run.train.dropout > 0 else 3 * D
+    norms = 4 * (heads + config.num_key_value_heads if features.qk_norm else 0)  # 1 / rms, fp32
+    # qkv; q, k, v after norm and RoPE; attention's output. Gate, up and their product.
+    mixer = both + (q + 2 * kv) + (q + 2 * kv) + q + scores
+    return size * mixer + norms + 4, size * (both + 3 * F) + 4
+
+
+def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> int:
+    """Bytes a token that backward of one block adds: recomputation, then its widest op."""
+    config, size = run.model, 2 if features.precision == "bf16" else 4
+    D, F, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    mixer, mlp = _block_bytes(run, features, device_class)
     again = {"none": 0, "mlp": mlp, "block": mixer + mlp}[features.remat]
-    gradients = 2 * D + 3 * F  # the widest point of one block's backward
-    return size * (config.num_hidden_layers * kept + again + gradients + 2 * D) + scores
+    queries = run.train.seq_len
+    if device_class == "cuda":
+        queries = min(queries, max(LEAST_QUERIES, queries // QUERY_BLOCKS))
+    # dy, q, dy and dq by query; dk and dv, fp32 if summed over blocks; p and dp (fp32) of a block.
+    sums = 4 if queries < run.train.seq_len else size
+    attention = size * 4 * q + sums * 2 * kv + (4 + size) * heads * queries
+    swiglu = size * 3 * F  # dy, dgate and dup
+    return again + size * D + max(attention, swiglu)
 
 
 def _logit_bytes(config: Qwen3Config, tokens: int, device_class: str, bf16: bool) -> int:
-    """Bytes of a chunk's logits, which their gradient overwrites; in bf16 it lies beside them."""
+    """Bytes of a chunk's logits, which their gradient overwrites; in bf16 it lies beside them.
+
+    On a GPU the logits of the next chunk are made before those of the last one are let go.
+    """
     vocabulary = padded_vocab(config)
     most = LOSS_TOKENS
     if device_class == "cuda":
         most = 1 << (max(LOSS_BYTES // (4 * vocabulary), 1).bit_length() - 1)
-    return min(tokens, most) * vocabulary * (6 if bf16 else 4)
+    next_chunk = 4 if device_class == "cuda" and tokens > most else 0
+    return min(tokens, most) * vocabulary * ((6 if bf16 else 4) + next_chunk)
 
 
 def _smaller(run: RunConfig, remat: str) -> Iterator[RunConfig]:

@@ -70,8 +70,8 @@ def find_unfinished(root: str | Path, run: str, phase: str) -> RunDir | None:
 def continue_run(run: RunDir, *, from_step: int, facts: Mapping[str, object]) -> RunDir:
     """Take over a run: RUNNING under this process, with one more entry in `resumes`.
 
-    Drops every record after `from_step`, the step of the checkpoint that is loaded. Raises
-    UsageError when another process has it.
+    Drops every record after `from_step`, the step of the checkpoint that is loaded; from step 0,
+    which has no checkpoint, all of them. Raises UsageError when another process has it.
     """
     with _exclusive(run.path):
         taken = load_run(run.path)
@@ -86,7 +86,7 @@ def continue_run(run: RunDir, *, from_step: int, facts: Mapping[str, object]) ->
             },
         ]
         taken.update(status=RUNNING, ended=None, resumes=resumes, **identity())
-    taken.truncate_after(from_step)
+    taken.truncate_after(from_step or -1)  # the evaluation of step 0 is made again too
     return taken
 
 

@@ -95,7 +95,7 @@ def read_tree(path: str | Path) -> dict:
 
 
 def gate_checks(name: str, data: str | None = None) -> tuple[list[Check], str, str]:
-    """Checks, title and claim of a phase (t13) or run (v9), from its file and nothing else.
+    """Checks, title and claim of a phase (t13), run (v9) or other gate (e1), from its file only.
 
     data: the name of the data trained on, which leaves out the checks of other data.
     Raises UsageError for an unknown name.
@@ -105,9 +105,11 @@ def gate_checks(name: str, data: str | None = None) -> tuple[list[Check], str, s
         spec = _read_part(PhaseConfig, conf_dir() / "phase" / f"{name}.yaml", "phase")
     elif name in choices("run"):
         spec = _read_part(GateConfig, conf_dir() / "run" / f"{name}.yaml", "gate")
+    elif name in choices("gate"):
+        spec = _read_part(GateConfig, conf_dir() / "gate" / f"{name}.yaml")
     else:
-        known = [*choices("phase"), *choices("run")]
-        raise UsageError(f"{name} is no phase and no run; there are {', '.join(known)}")
+        known = [*choices("phase"), *choices("run"), *choices("gate")]
+        raise UsageError(f"{name} is no phase, run or gate; there are {', '.join(known)}")
     return _for_data(spec.checks, data), spec.title, spec.claim
 
 
@@ -209,8 +211,9 @@ def one_line_errors() -> Iterator[None]:
         raise usage_error(error) from error
 
 
-def _read_part(kind: type, path: Path, key: str):
-    tree = read_tree(path).get(key, {})
+def _read_part(kind: type, path: Path, key: str | None = None):
+    """What stands under a key of a file, or all of it, as a dataclass."""
+    tree = read_tree(path) if key is None else read_tree(path).get(key, {})
     with one_line_errors():
         return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
 
