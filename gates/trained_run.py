@@ -59,8 +59,8 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
     """Values of a trained run by check name.
 
     val_loss (nats a token on the held-out set), unigram_nats, margin_over_unigram_nats,
-    trained_tokens (of the last checkpoint), missing_steps (training records that metrics.jsonl
-    lacks or has twice), not_finite_losses; and those of `measure_config`.
+    trained_tokens (of the last checkpoint), missing_steps (records that metrics.jsonl lacks
+    or has twice), not_finite_losses; and those of `measure_config`.
     """
     run = replace(load_saved(path / "config.yaml"), device=device)
     found, _ = checkpoint.latest(path / "checkpoints")
@@ -75,7 +75,8 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
     every, last = run.train.log_every_steps, run.train.total_steps
     wanted = sorted({*range(every, last + 1, every), last})
     logged = {record["step"] for record in records}
-    doubled = len(records) - len(logged)
+    evaluated = [record["step"] for record in read_metrics(path / "metrics.jsonl", "eval")]
+    doubled = len(records) - len(logged) + len(evaluated) - len(set(evaluated))
     values = (
         loss,
         unigram,
