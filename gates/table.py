@@ -16,7 +16,7 @@ def check_rows(results: Iterable[CheckResult], gate: str = "") -> list[list[str]
             gate,
             result.check.name,
             show_value(result.value, result.check.unit),
-            f"{result.check.op} {result.check.bar:g}",
+            f"{result.check.op} {_digits(result.check.bar)}",
             result.check.original,
             result.verdict,
             result.reason,
@@ -29,8 +29,13 @@ CHECK_COLUMNS = ("gate", "check", "measured", "bar", "original", "verdict", "why
 
 
 def show_value(value: float | None, unit: str = "") -> str:
-    """A measured value in six digits with its unit; "-" for none."""
-    return "-" if value is None else f"{value:.6g} {unit}".rstrip()
+    """A measured value in six digits, a whole number in all of them, with its unit; "-" for none."""
+    return "-" if value is None else f"{_digits(value)} {unit}".rstrip()
+
+
+def _digits(value: float) -> str:
+    is_count = float(value).is_integer() and abs(value) < 1e15
+    return str(int(value)) if is_count else f"{value:.6g}"
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
