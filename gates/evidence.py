@@ -26,8 +26,17 @@ def write_evidence(entry: Mapping, directory: Path = HERE) -> Path:
     kept = [e for e in _read(entry["gate"], directory) if e["device"] != entry["device"]]
     chain = ("previous", "hash", "kind")
     fresh = {key: value for key, value in entry.items() if key not in chain}
+    fresh["facts"] = _without_paths(entry.get("facts", {}))
     entries = sorted([*kept, fresh], key=lambda each: each["device"])
     return write_atomically(_path(entry["gate"], directory), json.dumps(entries, indent=1) + "\n")
+
+
+def _without_paths(facts: Mapping) -> dict:
+    """The facts with the program of the command by its name: where it lay is nobody's business."""
+    program, space, arguments = str(facts.get("command", "")).partition(" ")
+    path = Path(program)
+    name = f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    return {**facts, "command": f"{name}{space}{arguments}"} if "command" in facts else dict(facts)
 
 
 def _path(gate: str, directory: Path) -> Path:

@@ -470,3 +470,12 @@ def test_help_imports_nothing_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--prove" in done.stdout
+
+
+def test_evidence_names_the_command_and_not_where_it_lay(tmp_path):
+    command = "/somewhere/gates/__main__.py T1 --device cuda"
+    checks: list = []
+    entry = {"gate": "T1", "device": "cuda", "date": "", "fingerprint": {}, "checks": checks}
+    write_evidence({**entry, "facts": {"command": command}}, tmp_path)
+    kept = read_evidence("T1", "cuda", tmp_path)
+    assert kept["facts"]["command"] == "python -m gates T1 --device cuda"
