@@ -29,7 +29,7 @@ CHECK_COLUMNS = ("gate", "check", "measured", "bar", "original", "verdict", "why
 
 
 def show_value(value: float | None, unit: str = "") -> str:
-    """A measured value in six digits, a whole number in all of them, with its unit; "-" for none."""
+    """A value in six digits, a whole number in all of its own, with its unit; "-" for none."""
     return "-" if value is None else f"{_digits(value)} {unit}".rstrip()
 
 
