@@ -41,7 +41,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _execute(run, typed: list[str]) -> int:
-    from xtrain.config import check_features, resolved_yaml
+    from xtrain.config import check_features
     from xtrain.estimate import describe
 
     if run.dry_run:
@@ -55,7 +55,7 @@ def _execute(run, typed: list[str]) -> int:
         return 0
     from pipelines.run import execute
 
-    return execute(run, resolved_yaml(run), typed)
+    return execute(run, typed)
 
 
 def _load(app, overrides: list[str]):

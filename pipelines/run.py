@@ -35,7 +35,7 @@ from xtrain.track import RunDir, load_run, open_run
 from xtrain.train import checkpoint
 
 
-def execute(run: RunConfig, config_yaml: str, typed: Sequence[str]) -> int:
+def execute(run: RunConfig, typed: Sequence[str]) -> int:
     """Run it; returns the exit code. typed: the overrides as the user wrote them.
 
     Raises UsageError, before anything is written, for what the user can put right, and Interrupted
