@@ -88,62 +88,48 @@ def test_a_run_that_misses_a_bar_is_refused_with_the_table(here, capsys):
     assert not (path / "registry.json").exists()
 
 
+def disturbed(here, plain, options, pattern, number) -> tuple[int, str]:
+    """Train in `plain` undisturbed; in `here` signal the run once a file appears, then resume it.
+
+    Returns the exit code of the signalled process and the status it was left with, after
+    checking that both runs hold the same values, bit for bit.
+    """
+    (plain / "text.txt").write_text(TEXT)
+    undisturbed = spawn(plain, *options)
+    undisturbed.communicate()
+    assert undisturbed.returncode == 0
+
+    process = spawn(here, *options)
+    wait_for(pattern, here, process)
+    process.send_signal(number)
+    process.communicate()
+    status = load_run(runs(here)[0]).manifest["status"]
+    resumed = spawn(here, *options, "resume=auto")
+    resumed.communicate()
+    assert resumed.returncode == 0
+    assert compare(run_directory(plain), run_directory(here)) == []
+    return process.returncode, status
+
+
 def test_sigterm_keeps_a_checkpoint_and_the_resumed_run_has_the_same_bits(here, tmp_path_factory):
+    options = ("train.max_tokens=19200", "train.save_every_steps=20", "promote=false")
+    pattern = "outputs/tiny/pretrain/*/checkpoints/20"
     plain = tmp_path_factory.mktemp("plain")
-    (plain / "text.txt").write_text(TEXT)
-    slow = ("train.max_tokens=19200", "train.save_every_steps=20", "promote=false")
-    undisturbed = spawn(plain, *slow)
-    undisturbed.communicate()
-    assert undisturbed.returncode == 0
-
-    process = spawn(here, *slow)
-    wait_for("outputs/tiny/pretrain/*/checkpoints/20", here, process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate()
-    (path,) = runs(here)
-    if process.returncode != 0:  # else it was faster than the signal
-        assert process.returncode == 143
-        assert load_run(path).manifest["status"] == "KILLED"
-    process = spawn(here, *slow, "resume=auto")
-    process.communicate()
-    assert process.returncode == 0
-    assert compare(run_directory(plain), run_directory(here)) == []
+    code, status = disturbed(here, plain, options, pattern, signal.SIGTERM)
+    if code != 0:  # else it was faster than the signal
+        assert (code, status) == (143, "KILLED")
 
 
-def test_sigkill_inside_a_save_loses_nothing(here, tmp_path_factory):
-    plain = tmp_path_factory.mktemp("plain")
-    (plain / "text.txt").write_text(TEXT)
-    fast_saves = ("train.max_tokens=6400", "train.save_every_steps=1", "promote=false")
-    undisturbed = spawn(plain, *fast_saves)
-    undisturbed.communicate()
-    assert undisturbed.returncode == 0
-
-    process = spawn(here, *fast_saves)
-    wait_for("outputs/tiny/pretrain/*/checkpoints/2[0-9]", here, process)
-    process.kill()
-    process.communicate()
-    process = spawn(here, *fast_saves, "resume=auto")
-    process.communicate()
-    assert process.returncode == 0
-    assert compare(run_directory(plain), run_directory(here)) == []
+def test_sigkill_while_every_step_saves_loses_nothing(here, tmp_path_factory):
+    options = ("train.max_tokens=6400", "train.save_every_steps=1", "promote=false")
+    pattern = "outputs/tiny/pretrain/*/checkpoints/2[0-9]"
+    disturbed(here, tmp_path_factory.mktemp("plain"), options, pattern, signal.SIGKILL)
 
 
 def test_a_run_killed_before_its_first_checkpoint_doubles_nothing(here, tmp_path_factory):
-    plain = tmp_path_factory.mktemp("plain")
-    (plain / "text.txt").write_text(TEXT)
-    one_save = ("train.max_tokens=12800", "train.save_every_steps=1000", "promote=false")
-    undisturbed = spawn(plain, *one_save)
-    undisturbed.communicate()
-    assert undisturbed.returncode == 0
-
-    process = spawn(here, *one_save)
-    wait_for("outputs/tiny/pretrain/*/metrics.jsonl", here, process)
-    process.kill()
-    process.communicate()
-    process = spawn(here, *one_save, "resume=auto")
-    process.communicate()
-    assert process.returncode == 0
-    assert compare(run_directory(plain), run_directory(here)) == []
+    options = ("train.max_tokens=12800", "train.save_every_steps=1000", "promote=false")
+    pattern = "outputs/tiny/pretrain/*/metrics.jsonl"
+    disturbed(here, tmp_path_factory.mktemp("plain"), options, pattern, signal.SIGKILL)
 
 
 @pytest.fixture
