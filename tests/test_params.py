@@ -1,11 +1,20 @@
 """Parameters as views of flat buffers, and their initial values."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from gates import tiny_run
-from xtrain.engine import device
-from xtrain.engine.params import ALIGNMENT, FlatBuffers, Parameter, Part, part_rows
+from xtrain.engine import device, rng
+from xtrain.engine.params import (
+    ALIGNMENT,
+    FlatBuffers,
+    Parameter,
+    Part,
+    initial_weights,
+    part_rows,
+)
 from xtrain.models.config import Qwen3Config
 from xtrain.models.hf import named_tensors
 from xtrain.models.qwen3 import Qwen3
@@ -87,6 +96,29 @@ def test_a_fused_parameter_starts_as_its_parts_would_alone():
     alone = placed(("attn.q_proj.weight", matrix(4, 4)), ("attn.k_proj.weight", matrix(2, 4)))
     both = np.concatenate([p.data for p in alone.parameters.values()])
     np.testing.assert_array_equal(fused.parameters["attn.qkv_proj.weight"].data, both)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("pairs", [1, 7, 64, 10_000])
+def test_neither_threads_nor_slices_change_initial_weights(threads, pairs):
+    # 3 x 7 and 8 x 7 elements: one part is odd, one is even; a padding row follows.
+    parts = [Part("q_proj", 3), Part("k_proj", 8)]
+    p = Parameter((12, 7), std=0.5, decay=True, rows=11, parts=parts)
+    key = rng.key_array(np, 5, 0)
+    with ThreadPoolExecutor(threads) as pool:
+        found = initial_weights("attn.qkv_proj.weight", p, key, pool, pairs=pairs)
+    drawn = [
+        0.5 * rng.standard_normal(np, rows * 7, key, rng.site_of(f"init/attn.{part}.weight"))
+        for part, rows in (("q_proj", 3), ("k_proj", 8))
+    ]
+    expected = np.concatenate([*drawn, np.zeros(7, np.float32)]).reshape(12, 7)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_an_error_in_a_thread_is_raised():
+    with ThreadPoolExecutor(2) as pool, pytest.raises(IndexError):
+        initial_weights("p", matrix(3, 5), np.zeros(1, np.uint32), pool)
 
 
 def test_parts_are_named_after_their_place():

@@ -47,6 +47,29 @@ def test_an_element_does_not_depend_on_how_many_are_drawn():
         np.testing.assert_array_equal(rng.bits(np, n, KEY, SITE), longest[:n])
 
 
+@pytest.mark.parametrize("start", [0, 1, 4, 6, 998, 1001])
+def test_any_range_of_a_stream_can_be_drawn_alone(start):
+    longest = rng.bits(np, 1001, KEY, SITE)
+    for n in (0, 1, 2, 3, 5, 1001):
+        n = min(n, 1001 - start)
+        found = rng.bits(np, n, KEY, SITE, start=start)
+        assert found.dtype == np.uint32
+        np.testing.assert_array_equal(found, longest[start : start + n])
+
+
+def test_a_stream_goes_on_to_its_last_counter():
+    drawn = rng.bits(np, 7, KEY, SITE, start=2**34 - 7)
+    counters = (np.uint32([2**32 - 2, 2**32 - 1]), *blocks(SITE, 3, 1))
+    words = np.stack(rng.philox(np, counters, blocks(7, 0)), axis=1)
+    np.testing.assert_array_equal(drawn, words.reshape(-1)[1:])
+
+
+@pytest.mark.parametrize(("n", "start"), [(1, 2**34), (2, 2**34 - 1), (1, -1), (-1, 3)])
+def test_a_range_outside_the_stream_is_refused(n, start):
+    with pytest.raises(ValueError, match="not within a stream's"):
+        rng.bits(np, n, KEY, SITE, start=start)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 + 5])
 def test_a_seed_uses_both_words_of_the_key(seed):
     key = rng.key_array(np, seed, 1)
@@ -89,6 +112,55 @@ def test_uniform_numbers_fill_the_unit_interval_evenly():
     counts = np.histogram(drawn, bins=50, range=(0, 1))[0]
     chi2 = ((counts - 2000) ** 2 / 2000).sum()
     assert abs(chi2 - 49) < 4 * np.sqrt(2 * 49)  # chi-squared with 49 degrees of freedom
+
+
+def test_normal_numbers_are_box_muller_of_the_two_halves_of_the_stream():
+    for n in (0, 1, 2, 7, 1000, 4099):
+        half = -(-n // 2)
+        words = rng.bits(np, 2 * half, KEY, SITE).astype(np.float64)
+        radius = np.sqrt(-2.0 * np.log((words[:half] + 1.0) * 2.0**-32))
+        angle = (2.0 * np.pi * 2.0**-32) * words[half:]
+        both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+        found = rng.standard_normal(np, n, KEY, SITE)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, both[:n].astype(np.float32))
+
+
+# Slices that begin and end within a block of four words and within a vector of the processor.
+@pytest.mark.parametrize(
+    ("n", "pairs"),
+    [
+        (1, 1),
+        (2, 3),
+        (3, 1),
+        (40, 1),
+        (41, 3),
+        (1000, 129),
+        (4099, 129),
+        (4099, 2000),
+        (70_001, 9973),
+    ],
+)
+def test_normal_numbers_drawn_in_slices_are_those_drawn_at_once(n, pairs):
+    half = -(-n // 2)
+    slices = [
+        rng.normal_pairs(np, n, KEY, SITE, first, min(first + pairs, half))
+        for first in range(0, half, pairs)
+    ]
+    found = np.concatenate([part for side in zip(*slices, strict=True) for part in side])
+    np.testing.assert_array_equal(found[:n], rng.standard_normal(np, n, KEY, SITE))
+
+
+def test_no_pairs_of_normal_numbers_are_two_empty_arrays():
+    for n, at in ((0, 0), (9, 5)):
+        early, late = rng.normal_pairs(np, n, KEY, SITE, at, at)
+        assert early.shape == late.shape == (0,)
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 2), (3, 2), (0, 6)])
+def test_pairs_that_a_draw_does_not_have_are_refused(first, last):
+    with pytest.raises(ValueError, match="not within the 5 pairs"):
+        rng.normal_pairs(np, 9, KEY, SITE, first, last)
 
 
 def test_normal_numbers_have_the_moments_of_a_normal():

@@ -37,20 +37,21 @@ def philox(xp, counters: tuple, key: tuple):
     return tuple(c.astype(xp.uint32) for c in (c0, c1, c2, c3))
 
 
-def bits(xp, n: int, key, site: int):
-    """n random uint32 for (key, site); key as from `key_array`.
+def bits(xp, n: int, key, site: int, *, start: int = 0):
+    """Words start, ..., start + n - 1 of the stream of (key, site): uint32 (n,).
 
-    Element i is word i % 4 of the block with counter (i // 4, site, step, micro).
+    key: as from `key_array`. Word i is word i % 4 of the block with counter (i // 4, site, step,
+    micro), so any range of a stream can be drawn alone. ValueError when the range is not within
+    the 2**34 words of a stream.
     """
-    blocks = -(-n // 4)
-    index = xp.arange(blocks, dtype=xp.uint32)
-    zero = xp.zeros(blocks, dtype=xp.uint32)
-    words = philox(
-        xp,
-        (index, zero + np.uint32(site), zero + key[2], zero + key[3]),
-        (key[0], key[1]),
-    )
-    return xp.stack(words, axis=1).reshape(-1)[:n]
+    if not 0 <= start <= start + n <= 4 * 2**32:
+        raise ValueError(f"bits: words {start} to {start + n} are not within a stream's 2**34")
+    first, last = start // 4, -(-(start + n) // 4)
+    index = xp.arange(first, last, dtype=xp.uint64)  # uint32 could not hold the end of the last
+    # One element stands for every block: the first rounds then have less to compute.
+    use = xp.zeros(1, dtype=xp.uint32) + np.uint32(site)
+    words = philox(xp, (index, use, key[2:3], key[3:4]), (key[0], key[1]))
+    return xp.stack(words, axis=1).reshape(-1)[start - 4 * first :][:n]
 
 
 def uniform(xp, n: int, key, site: int):
@@ -60,9 +61,23 @@ def uniform(xp, n: int, key, site: int):
 
 def standard_normal(xp, n: int, key, site: int):
     """n float32 standard normal numbers (Box-Muller, computed in float64)."""
+    pairs = xp.concatenate(normal_pairs(xp, n, key, site, 0, -(-n // 2)))
+    return pairs[:n]
+
+
+def normal_pairs(xp, n: int, key, site: int, first: int, last: int):
+    """Elements first, ..., last - 1 of `standard_normal(xp, n, key, site)` and their partners.
+
+    Element i of the first half (of ceil(n / 2)) and element i of the second come from words i of
+    the two halves of the stream. Returns two float32 (last - first,), bitwise the same however the
+    range is cut; with an odd n the last partner of all is one number more than the draw has.
+    ValueError when the range is not within the first half.
+    """
     half = -(-n // 2)
-    words = bits(xp, 2 * half, key, site).astype(xp.float64)
-    radius = xp.sqrt(-2.0 * xp.log((words[:half] + 1.0) * 2.0**-32))
-    angle = (2.0 * np.pi * 2.0**-32) * words[half:]
-    both = xp.concatenate([radius * xp.cos(angle), radius * xp.sin(angle)])
-    return both[:n].astype(xp.float32)
+    if not 0 <= first <= last <= half:
+        raise ValueError(f"normal_pairs: {first} to {last} are not within the {half} pairs")
+    words = bits(xp, last - first, key, site, start=first).astype(xp.float64)
+    radius = xp.sqrt(-2.0 * xp.log((words + 1.0) * 2.0**-32))
+    words = bits(xp, last - first, key, site, start=half + first).astype(xp.float64)
+    angle = (2.0 * np.pi * 2.0**-32) * words
+    return tuple((radius * part(angle)).astype(xp.float32) for part in (xp.cos, xp.sin))
