@@ -234,16 +234,12 @@ def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> in
 
 
 def _logit_bytes(config: Qwen3Config, tokens: int, device_class: str, bf16: bool) -> int:
-    """Bytes of a chunk's logits, which their gradient overwrites; in bf16 it lies beside them.
-
-    On a GPU the logits of the next chunk are made before those of the last one are let go.
-    """
+    """Bytes of a chunk's logits, which their gradient overwrites; in bf16 it lies beside them."""
     vocabulary = padded_vocab(config)
     most = LOSS_TOKENS
     if device_class == "cuda":
         most = 1 << (max(LOSS_BYTES // (4 * vocabulary), 1).bit_length() - 1)
-    next_chunk = 4 if device_class == "cuda" and tokens > most else 0
-    return min(tokens, most) * vocabulary * ((6 if bf16 else 4) + next_chunk)
+    return min(tokens, most) * vocabulary * (6 if bf16 else 4)
 
 
 def _smaller(run: RunConfig, remat: str) -> Iterator[RunConfig]:

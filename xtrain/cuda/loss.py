@@ -3,7 +3,8 @@
 For each chunk: logits (product, fp32), log-probabilities of the targets and the logits' gradient
 (one kernel), the rows' gradient (product), the weight's gradient (product, added to its fp32
 buffer). With fp32 operands the gradient takes the logits' place; with bf16 operands it is bf16
-beside them, because the two products that read it run on tensor cores.
+beside them, because the two products that read it run on tensor cores. A chunk is let go before the
+next one is made.
 
 Rows whose target is ignored are computed too and contribute nothing: which rows those are is known
 only on the device. The words beyond vocab_size are padding and get zeros.
@@ -80,6 +81,7 @@ def _log_probabilities(xp, rows, weight, flat, vocab_size):
     for part in _chunks(rows, weight):
         logits = _logits(xp, rows[part], weight)
         cross_entropy_rows(xp, logits, flat[part], None, logp[part], None, vocab_size=vocab_size)
+        del logits
     return logp
 
 
@@ -101,6 +103,7 @@ def _gradients(xp, rows, weight, flat, coefficient, vocab_size, dweight):
         )
         gemm(dlogits, weight, drows[part])
         gemm(dlogits, rows[part], dweight, transpose_a=True, beta=1.0)
+        del logits, dlogits
     return logp, drows
 
 
