@@ -7,7 +7,7 @@ import pytest
 
 from gates.golden import compare
 from gates.golden.reference import FOLDER, MODELS, read
-from xtrain.engine import scalar
+from xtrain.engine import device, scalar
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +53,27 @@ def test_stored_values_are_small_and_say_what_made_them():
     assert all("torch=" in str(read(path.name)["versions"]) for path in files)
 
 
-def test_a_wrong_order_of_grouped_heads_is_seen(monkeypatch):
+@pytest.fixture
+def reference_only():
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XTRAIN_KERNELS", "reference")
+        yield
+    device.use("cpu")  # the one that was used read the setting when it was made
+
+
+def test_a_wrong_order_of_grouped_heads_is_seen(monkeypatch, reference_only):
     def interleaved(x, kv_heads):
         B, H, T, Dh = x.shape
         return x.reshape(B, H // kv_heads, kv_heads, T, Dh).swapaxes(1, 2)
 
-    monkeypatch.setenv("XTRAIN_KERNELS", "reference")
     attention = importlib.import_module("xtrain.engine.ops.attention")  # not the op of that name
     monkeypatch.setattr(attention, "grouped", interleaved)
     assert compare.golden_model_values(MODELS[0], "cpu")["golden_logits_max_abs"] > 1e-2
 
 
-def test_an_epsilon_inside_the_root_is_seen(monkeypatch):
+def test_an_epsilon_inside_the_root_is_seen(monkeypatch, reference_only):
     def misplaced(p, m, root_v, shrink, step_size, sqrt_bias2, eps):
         return p * shrink - step_size * (m / ((root_v + eps) / sqrt_bias2))
 
-    monkeypatch.setenv("XTRAIN_KERNELS", "reference")
     monkeypatch.setattr(scalar, "adamw_weight", misplaced)
     assert compare.adamw_100_steps("cpu")["adamw_100_steps_rel"] > 1e-3

@@ -16,6 +16,7 @@ In Numba's simulator NumPy computes the same, so that what is built on this is t
 
 import functools
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,20 +41,25 @@ def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
     cublas, handle = _handle()
-    first, second, target = _arranged(a, b, out, transpose_a, transpose_b)
-    rows, columns, inner = _sizes(a, b, out, transpose_a, transpose_b)
+    first, second, target, sizes = _arranged(
+        _layout(a), _layout(b), _layout(out), transpose_a, transpose_b
+    )
     cublas.gemm_ex(
         handle,
         second.operation,
         first.operation,
-        columns,
-        rows,
-        inner,
+        *sizes,
         _scalar(alpha),
-        *second.matrix,
-        *first.matrix,
+        b.data.ptr,
+        second.type,
+        second.leading,
+        a.data.ptr,
+        first.type,
+        first.leading,
         _scalar(beta),
-        *target.matrix,
+        out.data.ptr,
+        target.type,
+        target.leading,
         _compute_type(cublas, a.dtype),
         cublas.GemmAlgo.DFALT,
     )
@@ -67,22 +73,27 @@ def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, 
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
     cublas, handle = _handle()
-    first, second, target = _arranged(a, b, out, transpose_a, transpose_b)
-    rows, columns, inner = _sizes(a, b, out, transpose_a, transpose_b)
+    first, second, target, sizes = _arranged(
+        _layout(a), _layout(b), _layout(out), transpose_a, transpose_b
+    )
     cublas.gemm_strided_batched_ex(
         handle,
         second.operation,
         first.operation,
-        columns,
-        rows,
-        inner,
+        *sizes,
         _scalar(alpha),
-        *second.matrix,
+        b.data.ptr,
+        second.type,
+        second.leading,
         second.batch_stride,
-        *first.matrix,
+        a.data.ptr,
+        first.type,
+        first.leading,
         first.batch_stride,
         _scalar(beta),
-        *target.matrix,
+        out.data.ptr,
+        target.type,
+        target.leading,
         target.batch_stride,
         out.shape[0],
         _compute_type(cublas, a.dtype),
@@ -98,11 +109,25 @@ def as_operand(xp, array):
     return array if by_rows or by_columns else xp.ascontiguousarray(array)
 
 
+class Layout(NamedTuple):
+    """All that decides how a product of arrays is asked for, but their addresses."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+    itemsize: int
+
+
+def _layout(array) -> Layout:
+    return Layout(array.shape, array.strides, array.dtype, array.itemsize)
+
+
 class Arrangement:
     """How cuBLAS is told of one row-major operand, whose transpose it sees, being column-major.
 
     operation: 1 when the operand enters the product transposed, else 0.  leading: elements from one
-    stored row to the next.  batch_stride: elements from one matrix to the next, 0 in 2-D.
+    stored row to the next.  batch_stride: elements from one matrix to the next, 0 in 2-D.  type:
+    cuBLAS's number of the dtype.  array: an array or its `Layout`.
     """
 
     def __init__(self, array, transpose: bool):
@@ -117,20 +142,23 @@ class Arrangement:
                 f"gemm: neither rows nor columns of {array.shape} with strides {array.strides} "
                 "are contiguous"
             )
-        self.batch_stride = array.strides[0] // array.itemsize if array.ndim == 3 else 0
-        self.array = array
+        self.batch_stride = array.strides[0] // array.itemsize if len(array.shape) == 3 else 0
+        self.dtype = array.dtype
 
     @property
-    def matrix(self) -> tuple[int, int, int]:
-        """Address, element type and leading dimension, as cuBLAS takes them."""
-        return self.array.data.ptr, CUDA_TYPES[self.array.dtype], self.leading
+    def type(self) -> int:
+        return CUDA_TYPES[self.dtype]
 
 
-def _arranged(a, b, out, transpose_a, transpose_b) -> tuple[Arrangement, ...]:
+@functools.lru_cache(maxsize=4096)  # an eager step asks for the same few products again and again
+def _arranged(a: Layout, b: Layout, out: Layout, transpose_a, transpose_b) -> tuple:
+    """Arrangements of a, b and out, and the product's sizes in the order that cuBLAS takes them."""
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     target = Arrangement(out, False)
     assert target.operation == 0, f"rows of the result must be contiguous, strides {out.strides}"
-    return Arrangement(a, transpose_a), Arrangement(b, transpose_b), target
+    rows, columns, inner = _sizes(a, b, out, transpose_a, transpose_b)
+    first, second = Arrangement(a, transpose_a), Arrangement(b, transpose_b)
+    return first, second, target, (columns, rows, inner)
 
 
 def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
@@ -144,13 +172,14 @@ def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _host_scalar(value: float) -> np.ndarray:
-    return np.array([value], np.float32)
+def _host_scalar(value: float) -> tuple[np.ndarray, int]:
+    array = np.array([value], np.float32)
+    return array, array.ctypes.data
 
 
 def _scalar(value: float) -> int:
     """The address of an fp32 host scalar; cuBLAS reads it during the call."""
-    return _host_scalar(float(value)).ctypes.data
+    return _host_scalar(float(value))[1]
 
 
 def _compute_type(cublas, dtype) -> int:

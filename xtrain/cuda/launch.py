@@ -65,6 +65,9 @@ class Kernel:
         self.name = f"xtrain_{fn.__name__}"
         self.block = block
         self.signature = signature
+        # Asked at every launch, and Numba's types take long to hash: looked up once.
+        self._scalars = [_SCALARS.get(kind) for kind in signature]
+        self._stored = [getattr(kind, "dtype", kind).name for kind in signature]
         self._functions: dict[int, object] = {}  # by device number
 
     def __call__(self, grid: int, *args) -> None:
@@ -80,7 +83,7 @@ class Kernel:
         function = self._functions.get(number)
         if function is None:
             function = self._functions[number] = self._load(cupy)
-        function((grid,), (self.block,), _packed(self.signature, args))
+        function((grid,), (self.block,), self._packed(args))
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """PTX for a compute capability such as (9, 0); needs numba-cuda, but no driver."""
@@ -107,6 +110,19 @@ class Kernel:
         options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}")
         return Linker(code, options=options).link("cubin").code
 
+    def _packed(self, args) -> list:
+        """Arguments as CuPy packs them: arrays by address, scalars in the signature's type."""
+        packed = []
+        for scalar, stored, arg in zip(self._scalars, self._stored, args, strict=True):
+            if scalar is not None:
+                packed.append(scalar(arg))
+            elif arg is None:
+                packed.append(_NULL)
+            else:
+                assert _fits(stored, arg), (stored, arg.dtype, arg.shape, arg.strides)
+                packed.append(arg)
+        return packed
+
     def _load(self, cupy):
         capability = tuple(map(int, re.fullmatch(r"(\d+)(\d)", _capability(cupy)).groups()))
         with _loading:
@@ -120,23 +136,8 @@ def _capability(cupy) -> str:
     return cupy.cuda.Device().compute_capability
 
 
-def _packed(signature, args) -> list:
-    """Arguments as CuPy packs them: arrays by address, scalars in the signature's exact type."""
-    packed = []
-    for kind, arg in zip(signature, args, strict=True):
-        scalar = _SCALARS.get(kind)
-        if scalar is not None:
-            packed.append(scalar(arg))
-        elif arg is None:
-            packed.append(_NULL)
-        else:
-            assert _fits(kind, arg), (kind, arg.dtype, arg.shape, arg.strides)
-            packed.append(arg)
-    return packed
-
-
-def _fits(kind, array) -> bool:
-    return array.flags.c_contiguous and storage_name(array.dtype) == kind.dtype.name
+def _fits(stored: str, array) -> bool:
+    return array.flags.c_contiguous and storage_name(array.dtype) == stored
 
 
 @contextmanager
@@ -160,6 +161,6 @@ def _simulate(kernel, grid, args) -> None:
         if kind in _SCALARS:
             simulated.append(_SCALARS[kind](arg))
             continue
-        assert arg is None or _fits(kind, arg), (kind, arg.dtype, arg.shape, arg.strides)
+        assert arg is None or _fits(kind.dtype.name, arg), (kind, arg.dtype, arg.shape)
         simulated.append(None if arg is None else arg.reshape(-1).view(kind.dtype.name))
     simulator.run(kernel.fn, grid, kernel.block, simulated)

@@ -6,6 +6,7 @@ block holds `rows` rows. Everything but the width is a constant of the compiled 
 loops unroll and values live in registers.
 """
 
+import functools
 from typing import NamedTuple
 
 from xtrain.cuda.block import WARP
@@ -48,13 +49,16 @@ def shape_of(width: int, *arrays, values: int = IN_REGISTERS) -> Shape:
     The first array's dtype sets the word; the others are read as many elements at a time as that.
     values: elements that a thread may hold, unless the row needs more than 512 threads.
     """
-    word = width_of(arrays[0].dtype)
+    return _shape(width, width_of(arrays[0].dtype), values, are_aligned(width, *arrays))
+
+
+@functools.cache  # asked at every launch
+def _shape(width: int, word: int, values: int, aligned: bool) -> Shape:
     count = max(-(-width // word), 1)
     threads = WARP
     while threads < MOST_THREADS and threads * (values // word) < count:
         threads *= 2
-    rows = max(BLOCK // threads, 1)
-    return Shape(threads, -(-count // threads), word, rows, are_aligned(width, *arrays))
+    return Shape(threads, -(-count // threads), word, max(BLOCK // threads, 1), aligned)
 
 
 def flat_rows(x) -> int:

@@ -34,6 +34,7 @@ class Access(NamedTuple):
     store: Callable
 
 
+@functools.cache
 def width_of(dtype) -> int:
     """Elements in a word."""
     return WORD_BYTES // np.dtype(dtype).itemsize

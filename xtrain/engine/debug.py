@@ -1,5 +1,7 @@
 """Every environment variable that the engine reads, with its meaning; read nowhere else.
 
+Read when a device is made current (`device.use`), not at every op.
+
 XTRAIN_KERNELS=reference   run the readable reference of every op instead of its kernels: the first
                            bisection when a loss is wrong
 XTRAIN_DEBUG=1             print the implementation chosen for each op once

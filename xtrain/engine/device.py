@@ -28,6 +28,8 @@ class Device:
         # Per-op implementation choices that are not the default, e.g. {"linear": "tiled"}.
         self.variants: dict[str, str] = {}
         self.op_sync = False  # whether the host waits for every op; the CPU has nothing to wait for
+        # Read here, once: every op asks, and reading the environment takes microseconds.
+        self.reference_only, self.debug_level = debug.use_reference_only(), debug.level()
 
     def configure(self, *, optimizer: str, op_sync: bool, pool: bool, capture: bool) -> None:
         """Take the choices of a phase that only a GPU has; the CPU has none of them to make."""

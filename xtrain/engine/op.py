@@ -23,7 +23,7 @@ checks for every sample of every op in `OPS`.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xtrain.engine import debug, device
+from xtrain.engine import device
 from xtrain.engine.dtype import FLOATS, bfloat16, float64
 from xtrain.engine.tensor import SEED, Node, Tensor, is_recording
 
@@ -118,7 +118,7 @@ class Op:
         """
         here = device.current()
         foreign = (float64, bfloat16) if here.name == "cpu" else (float64,)
-        if debug.use_reference_only() or any(
+        if here.reference_only or any(
             a is not None and a.ndim > 0 and a.dtype in foreign for a in arrays
         ):
             return self.reference
@@ -147,7 +147,7 @@ class Op:
         if here.op_sync:
             here.synchronize()
         several = isinstance(y, tuple)
-        if debug.level() >= 3:
+        if here.debug_level >= 3:
             _require_finite(self.name, xp, y if several else (y,))
         if not (is_recording() and any(isinstance(i, Tensor) and _wants(i) for i in inputs)):
             return tuple(map(Tensor, y)) if several else Tensor(y)

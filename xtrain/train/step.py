@@ -53,7 +53,7 @@ class TrainingStep:
                 )
             self.device.write(self.batch[name], array)
         self.device.write(self.keys, keys)
-        self.optimizer.lr[...] = np.float32(lr)
+        self.device.write(self.optimizer.lr, np.array(lr, np.float32))
 
     def _inputs(self) -> dict:
         """The arrays that a captured step goes on reading and writing, by name."""

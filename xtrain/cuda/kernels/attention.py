@@ -6,7 +6,7 @@
 The queries of a key-value head's group are laid out as rows (query, head of the group), so that one
 strided-batched product over (sequence, key-value head) serves the group, sums the group's gradients
 by itself, and a block of queries is a slice. A block sees only keys up to its last query: with
-BLOCKS blocks (BLOCKS + 1) / (2 BLOCKS) of the T x T products and bytes are left, 0.56 at 8.
+BLOCKS blocks (BLOCKS + 1) / (2 BLOCKS) of the T x T products and bytes are left, 0.625 at 4.
 
 Scores and dp are fp32, p and ds have the operands' dtype. Saved: q, k, v. Keeping p would save a
 tenth of the time but hold H T T elements: 48 GB at 40 heads, 1024 tokens, 32 sequences, 18 layers
@@ -25,7 +25,7 @@ from xtrain.cuda.kernels.softmax import causal_softmax, causal_softmax_backward
 from xtrain.engine.dtype import float32
 from xtrain.engine.ops.attention import attention
 
-BLOCKS = 8  # at most; each costs 3 launches forward and 7 backward
+BLOCKS = 4  # at most; each costs 3 launches forward and 7 backward, and the host a bit of a step
 LEAST_QUERIES = 128  # in a block; smaller products waste the tensor cores
 QUERY_MULTIPLE = 64
 
