@@ -1,7 +1,9 @@
 """Every kernel compiles without a driver: Numba's to PTX and machine code, CUDA C++ with NVRTC."""
 
+import gc
 import importlib.util
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -37,6 +39,7 @@ needs_nvrtc = pytest.mark.skipif(
 ONE_WARP = Shape(threads=32, words=5, width=8, rows=4, aligned=True)  # rows of 1280, bf16
 WARPS = Shape(threads=256, words=2, width=8, rows=1, aligned=True)  # rows of 4096, bf16
 FP32 = Shape(threads=32, words=10, width=4, rows=4, aligned=True)  # rows of 1280, fp32
+ONCE = Shape(threads=32, words=3, width=4, rows=4, aligned=True)
 RAGGED = Shape(threads=32, words=3, width=4, rows=4, aligned=False)
 SCORES = Shape(threads=32, words=8, width=4, rows=4, aligned=True)  # 1024 keys, fp32 scores
 HEADS = HeadShape(40, 10, 16, 2, 8, 128, True)  # 40 query and 10 kv heads of 32, bf16
@@ -114,6 +117,25 @@ def test_rows_are_loaded_by_words_of_16_bytes(name):
 @pytest.mark.parametrize("name", ["add_rms_norm", "adamw", "sort_first"])
 def test_numba_kernel_assembles_to_machine_code(name):
     assert KERNELS[name]().cubin((9, 0)).startswith(b"\x7fELF")
+
+
+@needs_numba_cuda
+@pytest.mark.xfail(strict=True, reason="a step that compiles holds its arrays until a collection")
+def test_a_first_compilation_keeps_nothing_of_its_callers_alive():
+    # A shape that no other test compiles.
+    gc.collect()
+    gc.disable()
+    try:
+        assert _of_a_caller(rms_norm.forward_kernel(float32, float32, ONCE, False))() is None
+    finally:
+        gc.enable()
+
+
+def _of_a_caller(kernel):
+    """A weak reference to an array that only a function that compiles a kernel held."""
+    held = np.empty(1)
+    kernel.cubin((9, 0))
+    return weakref.ref(held)
 
 
 @needs_numba_cuda
