@@ -36,9 +36,10 @@ def forward(xp, q, k, v, starts, offsets):
     keys, values = _by_head(xp, k), _by_head(xp, v)
     rows = _query_major(xp, q, problem.kv_heads)
     y = xp.empty_like(rows)
-    for block in problem.blocks():
+    for block in reversed(problem.blocks()):  # the widest first: a pool cuts the others from it
         p = _probabilities(xp, problem, block, rows, keys)
         gemm_batched(p, values[:, : block.visible], y[:, block.rows])
+        del p
     return _token_major(xp, y, q.shape, problem.kv_heads), (q, k, v, starts, offsets)
 
 
@@ -65,6 +66,7 @@ def backward(xp, dy, saved):
         scaled = {"alpha": problem.scale}
         gemm_batched(p, keys[:, seen], dq[:, block.rows], **scaled)
         gemm_batched(p, rows[:, block.rows], dk[:, seen], transpose_a=True, beta=beta, **scaled)
+        del p
     dk, dv = (d.reshape(k.shape).astype(k.dtype, copy=False) for d in (dk, dv))
     return _head_major(xp, dq, q.shape, problem.kv_heads), dk, dv, None, None
 
