@@ -18,6 +18,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -110,6 +111,21 @@ class Kernel:
         options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}")
         return Linker(code, options=options).link("cubin").code
 
+    def machine_code(self, capability: tuple[int, int]) -> bytes:
+        """The cubin from disk, or compiled: in a thread of its own, so that no caller is held.
+
+        Numba's compiler leaves exceptions behind, in cycles, whose tracebacks hold the frames of
+        its callers until the garbage collector comes by. In the thread of a step those frames hold
+        the step's arrays: a first step would take twice its memory.
+        """
+
+        def kept() -> bytes:
+            with _loading:
+                return cubins.kept(self, capability)
+
+        with ThreadPoolExecutor(max_workers=1) as compiler:
+            return compiler.submit(kept).result()
+
     def _packed(self, args) -> list:
         """Arguments as CuPy packs them: arrays by address, scalars in the signature's type."""
         packed = []
@@ -125,11 +141,10 @@ class Kernel:
 
     def _load(self, cupy):
         capability = tuple(map(int, re.fullmatch(r"(\d+)(\d)", _capability(cupy)).groups()))
-        with _loading:
-            machine_code = cubins.kept(self, capability)
-            module = cupy.cuda.function.Module()
-            module.load(machine_code)
-            return module.get_function(self.name)
+        machine_code = self.machine_code(capability)
+        module = cupy.cuda.function.Module()
+        module.load(machine_code)
+        return module.get_function(self.name)
 
 
 def _capability(cupy) -> str:
