@@ -96,7 +96,7 @@ class OurStep:
 
 
 def _draw_weights(buffers: FlatBuffers, device) -> None:
-    """Random weights drawn on the device: a model's own, drawn on the host, take a minute at v9."""
+    """Random weights drawn on the device, where that takes no time; on the host v9's take 13 s."""
     xp = device.xp
     key = rng.key_array(xp, 0, 0)
     for name, p in buffers.parameters.items():

@@ -14,23 +14,20 @@ import sys
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
-
 from gates.gate import Defect, Explained, Gate, NotMeasured
 from gates.peak import peak_bytes
+from gates.real_step import on, three_steps
 from gates.trained_run import composed
 from xtrain import estimate
 from xtrain.confdir import choices
-from xtrain.config import RunConfig, resolve_features
+from xtrain.config import RunConfig
 from xtrain.engine import device as devices
 from xtrain.errors import UsageError
 from xtrain.learner import Learner, build
-from xtrain.train.objectives import next_token
 from xtrain.train.step import TrainingStep
 
 MEASURED = tuple(f"v{number}" for number in range(1, 13))
 ONE = ("v1",)  # the smallest, on which a wrong estimate shows
-STEPS = 3  # two eager, one captured
 
 
 def runs(device: str) -> dict[str, float]:
@@ -47,7 +44,7 @@ def runs(device: str) -> dict[str, float]:
 
 def state(device: str) -> dict[str, float]:
     """Distance of v0's estimated weights, gradients and moments from the arrays that hold them."""
-    run = _resolved("v0", device)
+    run = on(device, composed("v0"))
     buffers = build(run, initialize=False).buffers
     arrays = (buffers.master, buffers.grad, buffers.moment1, buffers.moment2, buffers.copy)
     held = sum(array.nbytes for array in arrays if array is not None)
@@ -61,7 +58,7 @@ def peaks(device: str, names: tuple[str, ...] = MEASURED) -> dict[str, float | N
         return {"worst_estimate_rel": NotMeasured("needs a GPU")}
     here = devices.use(device)
     worst, said_of_worst, left_out = 0.0, "", []
-    for run in different_steps([_resolved(name, device) for name in names]):
+    for run in different_steps([on(device, composed(name)) for name in names]):
         said = estimate.training_memory_bytes(run, device).total
         here.restart_peak()
         free = here.xp.cuda.runtime.memGetInfo()[0]
@@ -69,7 +66,7 @@ def peaks(device: str, names: tuple[str, ...] = MEASURED) -> dict[str, float | N
             left_out.append(run.name)
             print(f"{run.name}: {said / 1e9:.2f} GB do not fit {free / 1e9:.2f}", file=sys.stderr)
             continue
-        held = peak_bytes(here, lambda run=run: three_steps(run))
+        held = peak_bytes(here, lambda run=run: _stepped(run))
         off = said / held - 1
         shown = f"{run.name}: estimated {said / 1e9:.2f} GB, held {held / 1e9:.2f} GB ({off:+.1%})"
         print(shown, file=sys.stderr)
@@ -96,34 +93,13 @@ def different_steps(given: list[RunConfig]) -> list[RunConfig]:
     return list(found.values())
 
 
-def three_steps(run: RunConfig) -> tuple[Learner, TrainingStep]:
-    """The learner and step of a run after STEPS steps; its device and features are resolved.
+def _stepped(run: RunConfig) -> tuple[Learner, TrainingStep]:
+    """The learner and step of a run after three steps, held together.
 
     The weights stay zero: no array's size depends on them.
     """
-    learner, train = build(run, initialize=False), run.train
-    step = TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=0,
-        device=learner.device,
-        dropout=train.dropout,
-    )
-    micro_batches, rows = train.accumulation, train.batch_size
-    if not run.features.batched:
-        micro_batches, rows = micro_batches * rows, 1
-    size = (micro_batches, rows, train.seq_len)
-    ids = np.random.default_rng(0).integers(0, run.model.vocab_size, size).astype(np.int32)
-    for number in range(STEPS):
-        step.load({"input_ids": ids, "targets": ids}, number, 1e-4)
-        step.run()
-    return learner, step
-
-
-def _resolved(name: str, device: str) -> RunConfig:
-    run = replace(composed(name), device=device)
-    return replace(run, features=resolve_features(run, device))
+    learner = build(run, initialize=False)
+    return learner, three_steps(run, learner)
 
 
 def _a_run_does_not_compose():

@@ -19,8 +19,9 @@ import numpy as np
 from gates import tiny_run
 from gates.gate import Defect, Gate
 from gates.peak import differing_bits, peak_bytes
+from gates.real_step import on, three_steps
 from gates.trained_run import composed
-from xtrain.config import RunConfig, resolve_features
+from xtrain.config import RunConfig
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng
 from xtrain.engine import remat as remat_module
@@ -69,7 +70,7 @@ def memory(device: str) -> dict[str, float]:
     peaks = {}
     for mode in ("none", "block"):
         run = _deep(device, mode)
-        peaks[mode] = peak_bytes(devices.use(device), lambda run=run: _steps(run))
+        peaks[mode] = peak_bytes(devices.use(device), lambda run=run: _stepped(run))
     return {"remat_memory_ratio": peaks["block"] / peaks["none"]}
 
 
@@ -81,7 +82,7 @@ def speed(device: str) -> dict[str, float]:
     here = devices.use(device)
     clock = time.perf_counter if device == "cuda" else time.process_time
     taken: dict[str, list[float]] = {"none": [], "block": []}
-    steps = {mode: _steps(_wide(device, mode)) for mode in taken}
+    steps = {mode: _stepped(_wide(device, mode)) for mode in taken}
     for _, mode in itertools.product(range(ROUNDS), taken):
         here.synchronize()
         start = clock()
@@ -94,48 +95,28 @@ def speed(device: str) -> dict[str, float]:
 def _deep(device: str, mode: str) -> RunConfig:
     """v8, or on a CPU a small model of as many blocks a word, where activations are most of it."""
     if device == "cuda":
-        return _resolved(composed("v8"), device, mode)
+        return on(device, composed("v8"), remat=mode)
     shape = replace(tiny_run.MODEL, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
-    return _resolved(_sized(shape), device, mode)
+    return on(device, _sized(shape), remat=mode)
 
 
 def _wide(device: str, mode: str) -> RunConfig:
     """v8, or on a CPU a small model whose head is half of the work, as in v1."""
     if device == "cuda":
-        return _resolved(composed("v8"), device, mode)
+        return on(device, composed("v8"), remat=mode)
     shape = replace(tiny_run.MODEL, hidden_size=128, intermediate_size=512, vocab_size=16384)
-    return _resolved(_sized(replace(shape, num_hidden_layers=4, head_dim=32)), device, mode)
+    shape = replace(shape, num_hidden_layers=4, head_dim=32)
+    return on(device, _sized(shape), remat=mode)
+
+
+def _stepped(run: RunConfig) -> TrainingStep:
+    return three_steps(run, build(run))
 
 
 def _sized(model) -> RunConfig:
     run = composed("v0")
     model = replace(model, max_position_embeddings=256)
     return replace(run, model=model, train=replace(run.train, batch_size=4, seq_len=128))
-
-
-def _resolved(run: RunConfig, device: str, mode: str) -> RunConfig:
-    run = replace(run, device=device, features=replace(run.features, remat=mode))
-    return replace(run, features=resolve_features(run, device))
-
-
-def _steps(run: RunConfig) -> TrainingStep:
-    """A training step of a run after three steps: a captured one replays from the third on."""
-    learner = build(run)
-    step = TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=0,
-        device=learner.device,
-        dropout=run.train.dropout,
-    )
-    size = (1, run.train.batch_size, run.train.seq_len + 1)
-    ids = np.random.default_rng(0).integers(0, run.model.vocab_size, size).astype(np.int32)
-    batch = {"input_ids": ids[..., :-1].copy(), "targets": ids[..., 1:].copy()}
-    for number in range(3):
-        step.load(batch, number, 1e-4)
-        step.run()
-    return step
 
 
 def _masks_are_drawn_anew():

@@ -16,8 +16,9 @@ import numpy as np
 from gates import tiny_run
 from gates.gate import Defect, Gate
 from gates.peak import differing_bits, peak_bytes
+from gates.real_step import on, three_steps
 from gates.trained_run import composed
-from xtrain.config import RunConfig, resolve_features
+from xtrain.config import RunConfig
 from xtrain.engine import device as devices
 from xtrain.learner import build
 from xtrain.train.objectives import next_token
@@ -124,30 +125,13 @@ def _sized(device: str) -> RunConfig:
         )
     else:
         run = replace(run, train=replace(run.train, batch_size=16))
-    run = replace(run, device=device)
-    return replace(run, features=resolve_features(run, device))
+    return on(device, run)
 
 
 def _peak(run: RunConfig) -> int:
     """Bytes that a step takes beside the weights, gradients and moments."""
     learner = build(run)
-    step = TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=0,
-        device=learner.device,
-        dropout=run.train.dropout,
-    )
-    size = (run.train.accumulation, run.train.batch_size, run.train.seq_len)
-    ids = np.random.default_rng(0).integers(0, run.model.vocab_size, size).astype(np.int32)
-
-    def three_steps() -> None:
-        for number in range(3):
-            step.load({"input_ids": ids, "targets": ids}, number, 1e-4)
-            step.run()
-
-    return peak_bytes(learner.device, three_steps)
+    return peak_bytes(learner.device, lambda: three_steps(run, learner))
 
 
 def _relative(value, truth) -> float:

@@ -23,6 +23,7 @@ import numpy as np
 from gates import paired, tiny_run
 from gates.gate import Defect, Gate, NotMeasured
 from gates.peak import differing_bits
+from gates.real_step import training_step
 from xtrain.config import Features
 from xtrain.engine import device as devices
 from xtrain.engine import ops
@@ -31,9 +32,7 @@ from xtrain.engine.params import FlatBuffers, Parameter
 from xtrain.learner import build
 from xtrain.train import loop
 from xtrain.train.config import OptimConfig
-from xtrain.train.objectives import next_token
 from xtrain.train.optimizer import AdamW
-from xtrain.train.step import TrainingStep
 
 OPTIM = OptimConfig(lr=1e-2, clip_norm=1.0)
 # Scales of the gradients of seven updates: clipped, not clipped, not finite, tiny, huge.
@@ -147,17 +146,7 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
         return {}
     run = paired.as_of("t7", "v0", device)
     learner = build(run)
-    step = TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=run.seed,
-        device=learner.device,
-        dropout=run.train.dropout,
-    )
-    shape = (run.train.batch_size, 1, run.train.seq_len + 1)  # one sequence at a time
-    ids = np.random.default_rng(0).integers(0, run.model.vocab_size, shape).astype(np.int32)
-    step.load({"input_ids": ids[..., :-1].copy(), "targets": ids[..., 1:].copy()}, 0, run.optim.lr)
+    step = training_step(run, learner)
     ways = {name: paired.Way(step.run, each) for name, each in _switched(run.features).items()}
     names = {
         "library_gemm_speedup": "tiled",

@@ -3,6 +3,7 @@
 import pytest
 
 from gates import e1_memory_is_as_estimated as e1
+from gates import real_step
 from gates.find import find_gates
 from gates.gate import NotMeasured
 from xtrain.config import gate_checks
@@ -45,14 +46,16 @@ def test_without_a_gpu_no_peak_is_claimed():
 
 
 def test_runs_that_take_the_same_step_are_measured_once():
-    chosen = e1.different_steps([e1._resolved(name, "cuda") for name in e1.MEASURED])
+    chosen = e1.different_steps([real_step.on("cuda", e1.composed(name)) for name in e1.MEASURED])
     left_out = set(e1.MEASURED) - {run.name for run in chosen}
     assert left_out == {"v6", "v7", "v10"}
 
 
 def test_three_steps_take_the_micro_batches_of_the_run():
-    run = e1._resolved("v0", "cpu")
+    run = real_step.on("cpu", e1.composed("v0"))
     train = e1.replace(run.train, batch_size=2, seq_len=8, accumulation=2)
-    learner, step = e1.three_steps(e1.replace(run, train=train))
+    run = e1.replace(run, train=train)
+    learner = e1.build(run)
+    step = real_step.three_steps(run, learner)
     assert step.batch["input_ids"].shape == (2, 2, 8)
-    assert int(learner.optimizer.updates) == e1.STEPS
+    assert int(learner.optimizer.updates) == 3

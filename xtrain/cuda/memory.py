@@ -106,9 +106,13 @@ def lasting():
 
 
 def allocate_unpooled(size: int):
-    """One request to the driver for every array: what a pool saves; for comparison only."""
+    """One request to the driver for every array: what a pool saves; for comparison only.
+
+    Counted as a request; what is held so is in no pool and no peak.
+    """
+    account().allocations += 1
     try:
-        return account().driver_malloc(size)
+        return cupy.cuda.memory._malloc(size)
     except cupy.cuda.runtime.CUDARuntimeError as problem:
         if problem.status != MEMORY_ALLOCATION_ERROR:
             raise

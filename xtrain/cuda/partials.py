@@ -56,6 +56,6 @@ def weight_gradient(xp, partial, like, into, first: int = 0):
     if into is not None:
         sum_rows(partial, into, accumulate=True, first=first)
         return None
-    gradient = xp.empty_like(like)
+    gradient = xp.empty(like.shape, like.dtype)
     sum_rows(partial, gradient, accumulate=False, first=first)
     return gradient

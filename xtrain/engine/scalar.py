@@ -4,21 +4,6 @@ Plain Python functions of fp32 scalars; array references that must agree with th
 apply the same operations in the same order.
 """
 
-import math
-
-
-def silu(g):
-    """g * sigmoid(g), without overflow."""
-    e = math.exp(-abs(g))
-    return g / (1 + e) if g >= 0 else g * e / (1 + e)
-
-
-def silu_grad(g):
-    """d silu(g) / dg."""
-    e = math.exp(-abs(g))
-    s = 1 / (1 + e) if g >= 0 else e / (1 + e)
-    return s * (1 + g * (1 - s))
-
 
 def adamw_moment1(m, g, one_minus_beta1):
     return m + (g - m) * one_minus_beta1

@@ -15,6 +15,7 @@ Bytes in bf16 at T >> Dh, for each element of a block's scores: 4 + 4 + 2 + 2 fo
 4 + 4 + 2 + 2 + 4 + 2 + 4 + 2 + 2 + 2 backward; they bound the speed.
 """
 
+import functools
 import itertools
 import math
 
@@ -35,7 +36,7 @@ def forward(xp, q, k, v, starts, offsets):
     problem = _Problem(q, k, starts, offsets)
     keys, values = _by_head(xp, k), _by_head(xp, v)
     rows = _query_major(xp, q, problem.kv_heads)
-    y = xp.empty_like(rows)
+    y = xp.empty(rows.shape, rows.dtype)
     for block in reversed(problem.blocks()):  # the widest first: a pool cuts the others from it
         p = _probabilities(xp, problem, block, rows, keys)
         gemm_batched(p, values[:, : block.visible], y[:, block.rows])
@@ -49,7 +50,7 @@ def backward(xp, dy, saved):
     problem = _Problem(q, k, starts, offsets)
     keys, values = _by_head(xp, k), _by_head(xp, v)
     rows, drows = (_query_major(xp, array, problem.kv_heads) for array in (q, dy))
-    dq = xp.empty_like(rows)
+    dq = xp.empty(rows.shape, rows.dtype)
     blocks = problem.blocks()
     # Sums over several blocks are kept in fp32; the last block sees all keys and goes first.
     sum_dtype = k.dtype if len(blocks) == 1 else float32
@@ -91,19 +92,11 @@ class _Problem:
         self.scale = 1 / math.sqrt(q.shape[3])
         self.starts, self.offsets = starts, offsets
 
-    def blocks(self) -> list[_Block]:
+    def blocks(self) -> tuple[_Block, ...]:
         """Blocks of queries, the last of which sees every key."""
         if self.offsets is not None:  # only the device knows how many keys a row sees
-            return [_Block(0, self.queries, self.group, self.keys)]
-        size = max(LEAST_QUERIES, -(-self.queries // BLOCKS))
-        size = -(-size // QUERY_MULTIPLE) * QUERY_MULTIPLE
-        edges = [*range(0, self.queries, size), self.queries]
-        found = [
-            _Block(first, last, self.group, min(last, self.keys))
-            for first, last in itertools.pairwise(edges)
-        ]
-        found[-1].visible = self.keys
-        return found
+            return (_Block(0, self.queries, self.group, self.keys),)
+        return _blocks(self.queries, self.keys, self.group, LEAST_QUERIES)
 
     def mask_of(self, block: _Block) -> dict[str, int]:
         """What the softmax kernels need to know of a block's rows."""
@@ -113,6 +106,18 @@ class _Problem:
             "queries": self.queries,
             "kv_heads": self.kv_heads,
         }
+
+
+@functools.lru_cache(maxsize=1024)  # every layer of an eager step asks the same
+def _blocks(queries: int, keys: int, group: int, least: int) -> tuple[_Block, ...]:
+    size = max(least, -(-queries // BLOCKS))
+    size = -(-size // QUERY_MULTIPLE) * QUERY_MULTIPLE
+    edges = [*range(0, queries, size), queries]
+    found = [
+        _Block(first, last, group, min(last, keys)) for first, last in itertools.pairwise(edges)
+    ]
+    found[-1].visible = keys
+    return tuple(found)
 
 
 def _probabilities(xp, problem: _Problem, block: _Block, rows, keys):
@@ -138,6 +143,8 @@ def _by_head(xp, x):
 def _query_major(xp, x, kv_heads):
     """(B, H, T, Dh) -> (B * Hk, T * G, Dh): row t * G + g is query t of the group's head g."""
     B, H, T, Dh = x.shape
+    if kv_heads == H and x.flags.c_contiguous:
+        return x.reshape(B * H, T, Dh)
     grouped = (B, kv_heads, H // kv_heads, T)
     return _moved(xp, x, grouped, (0, 1, 3, 2, 4)).reshape(B * kv_heads, -1, Dh)
 
@@ -145,6 +152,8 @@ def _query_major(xp, x, kv_heads):
 def _head_major(xp, rows, shape, kv_heads):
     """The inverse of `_query_major`: contiguous, in the given shape (B, H, T, Dh)."""
     B, H, T, _ = shape
+    if kv_heads == H:
+        return rows.reshape(shape)
     return _moved(xp, rows, (B, kv_heads, T, H // kv_heads), (0, 1, 3, 2, 4)).reshape(shape)
 
 

@@ -69,7 +69,7 @@ def dropout_kernel(dtype, aligned: bool) -> Kernel:
 def masked(xp, x, key, p, site):
     """x where kept, over 1 - p; 0 where dropped."""
     x = xp.ascontiguousarray(x)
-    y = xp.empty_like(x)
+    y = xp.empty(x.shape, x.dtype)
     aligned = are_aligned(x.size, x, y)
     kernel = dropout_kernel(x.dtype, aligned)
     per_block = THREADS * WORDS * access(x.dtype, aligned).width

@@ -245,7 +245,7 @@ def backward(xp, dys, saved, *, heads, kv_heads, eps, theta, into):
     qkv, q_weight, k_weight, positions, rstd = saved
     B, T, width = qkv.shape
     Dh, norms = width // (heads + 2 * kv_heads), q_weight is not None
-    dys, dqkv = tuple(xp.ascontiguousarray(d) for d in dys), xp.empty_like(qkv)
+    dys, dqkv = tuple(xp.ascontiguousarray(d) for d in dys), xp.empty(qkv.shape, qkv.dtype)
     shape = head_shape(heads, kv_heads, Dh, qkv, *dys, dqkv)
     blocks = min(B * T, PARTS)
     partial = xp.empty((blocks, 2 * Dh), "float32") if norms else None

@@ -128,9 +128,9 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
 
 def launch_forward(xp, x, residual, weight, eps):
     x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
-    y, s, rows = xp.empty_like(x), None, flat_rows(x)
+    y, s, rows = xp.empty(x.shape, x.dtype), None, flat_rows(x)
     if residual is not None:
-        residual, s = xp.ascontiguousarray(residual), xp.empty_like(x)
+        residual, s = xp.ascontiguousarray(residual), xp.empty(x.shape, x.dtype)
     rstd = xp.empty(rows, "float32")
     shape = shape_of(x.shape[-1], *(a for a in (x, weight, residual, y, s) if a is not None))
     kernel = forward_kernel(x.dtype, weight.dtype, shape, residual is not None)
@@ -143,7 +143,7 @@ def launch_backward(xp, dy, ds, saved, into):
     x, weight, rstd = saved
     dy = xp.ascontiguousarray(dy)
     ds = None if ds is None else xp.ascontiguousarray(ds)
-    dx, rows, columns = xp.empty_like(x), flat_rows(x), x.shape[-1]
+    dx, rows, columns = xp.empty(x.shape, x.dtype), flat_rows(x), x.shape[-1]
     shape = shape_of(columns, *(a for a in (x, weight, dy, ds, dx) if a is not None))
     blocks = min(shape.grid(rows), PARTS)
     partial = xp.empty((blocks, columns), "float32")

@@ -161,7 +161,7 @@ def _contiguous(xp, array):
 
 def forward(xp, x):
     x = xp.ascontiguousarray(x)
-    y, rows, columns = xp.empty_like(x), flat_rows(x), x.shape[-1]
+    y, rows, columns = xp.empty(x.shape, x.dtype), flat_rows(x), x.shape[-1]
     shape = shape_of(columns, x, y)
     kernel = forward_kernel(x.dtype, y.dtype, shape, False, False, False)
     grid = shape.grid(rows)
@@ -171,7 +171,7 @@ def forward(xp, x):
 
 def backward(xp, dy, saved):
     dy = xp.ascontiguousarray(dy)
-    dx, rows, columns = xp.empty_like(dy), flat_rows(dy), dy.shape[-1]
+    dx, rows, columns = xp.empty(dy.shape, dy.dtype), flat_rows(dy), dy.shape[-1]
     shape = shape_of(columns, dy, saved, dx)
     kernel = backward_kernel(dy.dtype, saved.dtype, dx.dtype, shape, False, False)
     kernel(shape.grid(rows), saved, dy, dx, None, rows, columns, rows, 1, 0, 1)

@@ -81,7 +81,7 @@ def forward(xp, gate_up):
 
 
 def backward(xp, dy, saved):
-    dy, dgate_up = xp.ascontiguousarray(dy), xp.empty_like(saved)
+    dy, dgate_up = xp.ascontiguousarray(dy), xp.empty(saved.shape, saved.dtype)
     columns, rows = saved.shape[-1] // 2, flat_rows(saved)
     shape = shape_of(columns, saved, dy, dgate_up, values=IN_FLIGHT)
     kernel = backward_kernel(saved.dtype, shape)
