@@ -15,6 +15,7 @@ In Numba's simulator NumPy computes the same, so that what is built on this is t
 """
 
 import functools
+import math
 import threading
 from typing import NamedTuple
 
@@ -28,40 +29,48 @@ WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for Hopper; enough for ever
 CUDA_TYPES = {float32: 0, bfloat16: 14}  # CUDA_R_32F, CUDA_R_16BF
 DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
 
-_local = threading.local()
+
+class _Handles(threading.local):
+    """This thread's handles, by number of the GPU."""
+
+    def __init__(self):
+        self.of_gpu: dict[int, _Handle] = {}
+
+
+_handles = _Handles()
 
 
 def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0) -> None:
-    """out = alpha op(a) @ op(b) + beta out, all 2-D; a, b (fp32 or bf16, alike) are not changed."""
+    """out = alpha op(a) @ op(b) + beta out; a, b (fp32 or bf16, alike) are not changed.
+
+    All are 2-D, or contiguous with more axes: then the leading ones count as one.
+    """
     if out.size == 0:
         return
     if a.size == 0:  # a sum of no terms
         out[...] = out * beta if beta else 0
         return
     if SIMULATED:
+        a, b, out = (
+            array.reshape(-1, array.shape[-1]) if array.ndim > 2 else array for array in (a, b, out)
+        )
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
     cublas, handle = _handle()
-    first, second, target, sizes = _arranged(
-        _layout(a), _layout(b), _layout(out), transpose_a, transpose_b
-    )
+    call = _call(a, b, out, transpose_a, transpose_b, False)
     cublas.gemm_ex(
         handle,
-        second.operation,
-        first.operation,
-        *sizes,
+        *call.operations,
+        *call.sizes,
         _scalar(alpha),
         b.data.ptr,
-        second.type,
-        second.leading,
+        *call.second,
         a.data.ptr,
-        first.type,
-        first.leading,
+        *call.first,
         _scalar(beta),
         out.data.ptr,
-        target.type,
-        target.leading,
-        _compute_type(a.dtype),
+        *call.target,
+        _compute_type(call.is_fp32),
         DEFAULT_ALGORITHM,
     )
 
@@ -74,30 +83,21 @@ def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, 
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
     cublas, handle = _handle()
-    first, second, target, sizes = _arranged(
-        _layout(a), _layout(b), _layout(out), transpose_a, transpose_b
-    )
+    call = _call(a, b, out, transpose_a, transpose_b, True)
     cublas.gemm_strided_batched_ex(
         handle,
-        second.operation,
-        first.operation,
-        *sizes,
+        *call.operations,
+        *call.sizes,
         _scalar(alpha),
         b.data.ptr,
-        second.type,
-        second.leading,
-        second.batch_stride,
+        *call.second,
         a.data.ptr,
-        first.type,
-        first.leading,
-        first.batch_stride,
+        *call.first,
         _scalar(beta),
         out.data.ptr,
-        target.type,
-        target.leading,
-        target.batch_stride,
+        *call.target,
         out.shape[0],
-        _compute_type(a.dtype),
+        _compute_type(call.is_fp32),
         DEFAULT_ALGORITHM,
     )
 
@@ -105,22 +105,35 @@ def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, 
 def as_operand(xp, array):
     """The array, or a contiguous copy when neither its rows nor its columns are contiguous."""
     rows, columns = array.shape[-2:]
-    down, across = (stride // array.itemsize for stride in array.strides[-2:])
-    by_rows, by_columns = across == 1 and down >= columns, down == 1 and across >= rows
+    size = array.itemsize
+    down, across = array.strides[-2:]
+    by_rows = across == size and down >= columns * size
+    by_columns = down == size and across >= rows * size
     return array if by_rows or by_columns else xp.ascontiguousarray(array)
 
 
 class Layout(NamedTuple):
-    """All that decides how a product of arrays is asked for, but their addresses."""
+    """All of an array that decides how its product is asked for, but the address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype
-    itemsize: int
 
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
 
-def _layout(array) -> Layout:
-    return Layout(array.shape, array.strides, array.dtype, array.itemsize)
+    def as_matrix(self) -> "Layout":
+        """The leading axes, of a contiguous array if they are several, taken for one."""
+        if len(self.shape) == 2:
+            return self
+        *leading, columns = self.shape
+        row = columns * self.itemsize
+        expected = row * math.prod(leading)
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            expected //= max(size, 1)
+            assert size == 1 or stride == expected, f"{self.shape} with strides {self.strides}"
+        return Layout((math.prod(leading), columns), (row, self.itemsize), self.dtype)
 
 
 class Arrangement:
@@ -151,15 +164,42 @@ class Arrangement:
         return CUDA_TYPES[self.dtype]
 
 
+class _Call(NamedTuple):
+    """What a call of cuBLAS is given but for addresses and factors, in the order it takes them.
+
+    operations: of the second operand and the first.  sizes: columns, rows, inner size.  first,
+    second, target: type and leading dimension of an operand, batched also the stride of its batch.
+    """
+
+    operations: tuple[int, int]
+    sizes: tuple[int, int, int]
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    target: tuple[int, ...]
+    is_fp32: bool
+
+
+def _call(a, b, out, transpose_a: bool, transpose_b: bool, batched: bool) -> _Call:
+    operands = (a.shape, a.strides, a.dtype, b.shape, b.strides, b.dtype)
+    how = (transpose_a, transpose_b, batched)
+    return _described(*operands, out.shape, out.strides, out.dtype, *how)
+
+
 @functools.lru_cache(maxsize=4096)  # an eager step asks for the same few products again and again
-def _arranged(a: Layout, b: Layout, out: Layout, transpose_a, transpose_b) -> tuple:
-    """Arrangements of a, b and out, and the product's sizes in the order that cuBLAS takes them."""
+def _described(*described) -> _Call:
+    (*operands, transpose_a, transpose_b, batched) = described
+    a, b, out = (Layout(*operands[i : i + 3]) for i in (0, 3, 6))
+    if not batched:
+        a, b, out = (each.as_matrix() for each in (a, b, out))
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
-    target = Arrangement(out, False)
-    assert target.operation == 0, f"rows of the result must be contiguous, strides {out.strides}"
     rows, columns, inner = _sizes(a, b, out, transpose_a, transpose_b)
     first, second = Arrangement(a, transpose_a), Arrangement(b, transpose_b)
-    return first, second, target, (columns, rows, inner)
+    target = Arrangement(out, False)
+    assert target.operation == 0, f"rows of the result must be contiguous, strides {out.strides}"
+    stored = ((each.type, each.leading, each.batch_stride) for each in (first, second, target))
+    places = (place if batched else place[:2] for place in stored)
+    operations, sizes = (second.operation, first.operation), (columns, rows, inner)
+    return _Call(operations, sizes, *places, is_fp32=a.dtype == float32)
 
 
 def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
@@ -183,8 +223,8 @@ def _scalar(value: float) -> int:
     return _host_scalar(float(value))[1]
 
 
-def _compute_type(dtype) -> int:
-    if dtype == bfloat16:
+def _compute_type(is_fp32: bool) -> int:
+    if not is_fp32:
         return _number_of("COMPUTE_32F")
     return _number_of("COMPUTE_32F_FAST_TF32" if devices.current().tf32 else "COMPUTE_32F_PEDANTIC")
 
@@ -223,12 +263,10 @@ def _bindings() -> tuple:
 def _handle():
     """The bindings, and this thread's handle of the current GPU set to the current stream."""
     cupy, cublas = _bindings()
-    if not hasattr(_local, "handles"):
-        _local.handles = {}
     number = cupy.cuda.runtime.getDevice()
-    if number not in _local.handles:
-        _local.handles[number] = _Handle(cupy, cublas)
-    handle = _local.handles[number]
+    handle = _handles.of_gpu.get(number)
+    if handle is None:
+        handle = _handles.of_gpu[number] = _Handle(cupy, cublas)
     handle.use_stream(cublas, cupy.cuda.get_current_stream().ptr)
     return cublas, handle.pointer
 

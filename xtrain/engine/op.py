@@ -28,6 +28,8 @@ from xtrain.engine.dtype import FLOATS, bfloat16, float64
 from xtrain.engine.tensor import SEED, Node, Tensor, is_recording
 
 OPS: dict[str, "Op"] = {}
+# Numbers of the dtypes that a device's kernels do not take.
+FOREIGN = {"cpu": {float64.num, bfloat16.num}, "cuda": {float64.num}}
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,12 @@ class Op:
         only to check gradients. The reference takes all of them.
         """
         here = device.current()
-        foreign = (float64, bfloat16) if here.name == "cpu" else (float64,)
-        if here.reference_only or any(
-            a is not None and a.ndim > 0 and a.dtype in foreign for a in arrays
-        ):
+        if here.reference_only:
             return self.reference
+        foreign = FOREIGN[here.name]
+        for array in arrays:
+            if array is not None and array.dtype.num in foreign and array.ndim > 0:
+                return self.reference
         variant = here.variants.get(self.name)
         if variant is not None:
             return self.fused[f"{here.name}:{variant}"]
@@ -137,7 +140,7 @@ class Op:
 
     def __call__(self, *inputs, **attrs):
         """Run on tensors (or plain arrays, or None for an absent input) and record the op."""
-        arrays = tuple(i.data if isinstance(i, Tensor) else i for i in inputs)
+        arrays = tuple([i.data if isinstance(i, Tensor) else i for i in inputs])
         if self.check is not None:
             self.check(*arrays, **attrs)
         chosen = self.implementation(arrays)
@@ -149,49 +152,43 @@ class Op:
         several = isinstance(y, tuple)
         if here.debug_level >= 3:
             _require_finite(self.name, xp, y if several else (y,))
-        if not (is_recording() and any(isinstance(i, Tensor) and _wants(i) for i in inputs)):
+        wanted = [i for i in inputs if isinstance(i, Tensor) and i.requires_grad]
+        if not (wanted and is_recording()):
             return tuple(map(Tensor, y)) if several else Tensor(y)
         outputs = y if several else (y,)
-        node = Node(
-            self.name,
-            inputs,
-            len(outputs),
-            _backward_of(self, chosen, here, inputs, outputs, saved, attrs),
-        )
-        tensors = tuple(
+        back = _backward_of(self, chosen, here, inputs, outputs, saved, attrs)
+        node = Node(self.name, inputs, len(outputs), back)
+        tensors = [
             Tensor(out, requires_grad=out.dtype in FLOATS, node=node, index=k)
             for k, out in enumerate(outputs)
-        )
-        return tensors if several else tensors[0]
-
-
-def _wants(tensor: Tensor) -> bool:
-    return tensor.requires_grad
+        ]
+        return tuple(tensors) if several else tensors[0]
 
 
 def _backward_of(op, chosen, here, inputs, outputs, saved, attrs) -> Callable:
     like = [(out.shape, out.dtype) for out in outputs]
     xp = here.xp
 
-    def wait_if_asked(gradients):
+    def run_backward(gradients: list) -> tuple:
+        for k, gradient in enumerate(gradients):
+            if gradient is None or gradient is SEED:
+                gradients[k] = _materialize(xp, gradient, *like[k], keep_seed=op.sees_seed)
+        dy = tuple(gradients) if len(gradients) > 1 else gradients[0]
+        if chosen.accumulates:
+            into = tuple([_buffer(inputs[i]) for i in chosen.accumulates])
+            found = chosen.backward(xp, dy, saved, into=into, **attrs)
+        else:
+            found = chosen.backward(xp, dy, saved, **attrs)
         if here.op_sync:
             here.synchronize()
-        return gradients
-
-    def run_backward(gradients: list) -> tuple:
-        dys = tuple(
-            _materialize(xp, g, *like[k], keep_seed=op.sees_seed) for k, g in enumerate(gradients)
-        )
-        dy = dys if len(dys) > 1 else dys[0]
-        if not chosen.accumulates:
-            return wait_if_asked(chosen.backward(xp, dy, saved, **attrs))
-        into = tuple(
-            inputs[i].grad if isinstance(inputs[i], Tensor) and inputs[i].node is None else None
-            for i in chosen.accumulates
-        )
-        return wait_if_asked(chosen.backward(xp, dy, saved, into=into, **attrs))
+        return found
 
     return run_backward
+
+
+def _buffer(leaf):
+    """Where the gradient of an input is added to, or None."""
+    return leaf.grad if isinstance(leaf, Tensor) and leaf.node is None else None
 
 
 def _materialize(xp, gradient, shape, dtype, *, keep_seed):

@@ -36,12 +36,15 @@ def forward(xp, q, k, v, starts, offsets):
     problem = _Problem(q, k, starts, offsets)
     keys, values = _by_head(xp, k), _by_head(xp, v)
     rows = _query_major(xp, q, problem.kv_heads)
-    y = xp.empty(rows.shape, rows.dtype)
+    B, H, T, Dh = q.shape
+    direct = B == 1 and problem.group == 1  # one stride from head to head in either order
+    y = xp.empty((T, H, Dh), q.dtype).transpose(1, 0, 2) if direct else xp.empty_like(rows)
     for block in reversed(problem.blocks()):  # the widest first: a pool cuts the others from it
         p = _probabilities(xp, problem, block, rows, keys)
-        gemm_batched(p, values[:, : block.visible], y[:, block.rows])
+        gemm_batched(p, _cut(values, block.seen), _cut(y, block.rows))
         del p
-    return _token_major(xp, y, q.shape, problem.kv_heads), (q, k, v, starts, offsets)
+    y = y.reshape(q.shape) if direct else _token_major(xp, y, q.shape, problem.kv_heads)
+    return y, (q, k, v, starts, offsets)
 
 
 def backward(xp, dy, saved):
@@ -57,29 +60,30 @@ def backward(xp, dy, saved):
     dk, dv = xp.empty(keys.shape, sum_dtype), xp.empty(values.shape, sum_dtype)
     for block in reversed(blocks):
         beta = 0.0 if block is blocks[-1] else 1.0
-        seen = slice(0, block.visible)
+        seen_dk, seen_dv = _cut(dk, block.seen), _cut(dv, block.seen)
+        dy_of_block = _cut(drows, block.rows)
         p = _probabilities(xp, problem, block, rows, keys)
-        gemm_batched(p, drows[:, block.rows], dv[:, seen], transpose_a=True, beta=beta)
+        gemm_batched(p, dy_of_block, seen_dv, transpose_a=True, beta=beta)
         dp = xp.empty(p.shape, float32)
-        gemm_batched(drows[:, block.rows], values[:, seen], dp, transpose_b=True)
+        gemm_batched(dy_of_block, _cut(values, block.seen), dp, transpose_b=True)
         causal_softmax_backward(xp, p, dp, p, starts, offsets, **problem.mask_of(block))
         del dp
         scaled = {"alpha": problem.scale}
-        gemm_batched(p, keys[:, seen], dq[:, block.rows], **scaled)
-        gemm_batched(p, rows[:, block.rows], dk[:, seen], transpose_a=True, beta=beta, **scaled)
+        gemm_batched(p, _cut(keys, block.seen), _cut(dq, block.rows), **scaled)
+        gemm_batched(p, _cut(rows, block.rows), seen_dk, transpose_a=True, beta=beta, **scaled)
         del p
     dk, dv = (d.reshape(k.shape).astype(k.dtype, copy=False) for d in (dk, dv))
     return _head_major(xp, dq, q.shape, problem.kv_heads), dk, dv, None, None
 
 
 class _Block:
-    """Queries first .. last - 1: their rows, and how many keys the last of them can see."""
+    """Queries first .. last - 1: their rows, and the keys that the last of them can see."""
 
     def __init__(self, first: int, last: int, group: int, visible: int):
         self.first = first
         self.rows = slice(first * group, last * group)
         self.row_count = (last - first) * group
-        self.visible = visible
+        self.seen = slice(0, visible)
 
 
 class _Problem:
@@ -116,16 +120,16 @@ def _blocks(queries: int, keys: int, group: int, least: int) -> tuple[_Block, ..
     found = [
         _Block(first, last, group, min(last, keys)) for first, last in itertools.pairwise(edges)
     ]
-    found[-1].visible = keys
+    found[-1].seen = slice(0, keys)
     return tuple(found)
 
 
 def _probabilities(xp, problem: _Problem, block: _Block, rows, keys):
     """p of a block of queries: (B * Hk, rows of the block, visible keys)."""
-    scores = xp.empty((rows.shape[0], block.row_count, block.visible), float32)
+    scores = xp.empty((rows.shape[0], block.row_count, block.seen.stop), float32)
     gemm_batched(
-        rows[:, block.rows],
-        keys[:, : block.visible],
+        _cut(rows, block.rows),
+        _cut(keys, block.seen),
         scores,
         transpose_b=True,
         alpha=problem.scale,
@@ -133,6 +137,11 @@ def _probabilities(xp, problem: _Problem, block: _Block, rows, keys):
     p = scores if rows.dtype == float32 else xp.empty(scores.shape, rows.dtype)
     causal_softmax(xp, scores, p, problem.starts, problem.offsets, **problem.mask_of(block))
     return p
+
+
+def _cut(array, part: slice):
+    """array[:, part], without making a view of all of it."""
+    return array if part == slice(0, array.shape[1]) else array[:, part]
 
 
 def _by_head(xp, x):
@@ -143,7 +152,7 @@ def _by_head(xp, x):
 def _query_major(xp, x, kv_heads):
     """(B, H, T, Dh) -> (B * Hk, T * G, Dh): row t * G + g is query t of the group's head g."""
     B, H, T, Dh = x.shape
-    if kv_heads == H and x.flags.c_contiguous:
+    if kv_heads == H and (B == 1 or x.flags.c_contiguous):
         return x.reshape(B * H, T, Dh)
     grouped = (B, kv_heads, H // kv_heads, T)
     return _moved(xp, x, grouped, (0, 1, 3, 2, 4)).reshape(B * kv_heads, -1, Dh)

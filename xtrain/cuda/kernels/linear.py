@@ -10,22 +10,23 @@ from xtrain.engine.ops.linear import linear, matmul
 def linear_forward(xp, x, weight):
     """See `xtrain.engine.ops.linear`."""
     weight = as_operand(xp, weight)
+    x = xp.ascontiguousarray(x)
     y = xp.empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-    gemm(as_rows(xp, x), weight, y.reshape(-1, y.shape[-1]), transpose_b=True)
+    gemm(x, weight, y, transpose_b=True)
     return y, (x, weight)
 
 
 def linear_backward(xp, dy, saved, *, into):
     """See `xtrain.engine.ops.linear`; into[0] is fp32 whatever the operands are."""
     x, weight = saved
-    rows, drows = as_rows(xp, x), as_rows(xp, dy)
+    dy = xp.ascontiguousarray(dy)
     dx = xp.empty(x.shape, x.dtype)
-    gemm(drows, weight, dx.reshape(-1, dx.shape[-1]))
+    gemm(dy, weight, dx)
     if into[0] is not None:
-        gemm(drows, rows, into[0], transpose_a=True, beta=1.0)
+        gemm(dy, x, into[0], transpose_a=True, beta=1.0)
         return dx, None
     dweight = xp.empty(weight.shape, weight.dtype)
-    gemm(drows, rows, dweight, transpose_a=True)
+    gemm(dy, x, dweight, transpose_a=True)
     return dx, dweight
 
 

@@ -1,5 +1,7 @@
 """Views: reshape and transpose. No arithmetic; any dtype; the gradient is the inverse movement."""
 
+import functools
+
 import numpy as np
 
 from xtrain.engine.op import Implementation, Op, Sample, normal
@@ -18,8 +20,12 @@ def transpose_forward(xp, x, *, axes):
 
 
 def transpose_backward(xp, dy, saved, *, axes):
-    inverse = tuple(int(i) for i in np.argsort(axes))
-    return (xp.transpose(dy, inverse),)
+    return (xp.transpose(dy, _inverse(axes)),)
+
+
+@functools.cache
+def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argsort(axes))
 
 
 reshape = Op(
