@@ -14,7 +14,7 @@ import numpy as np
 from xtrain.models.config import Qwen3Config
 
 MFU_FLOPS = 790e12  # by convention: bf16 products a second of an H200, measured at 8192 cubed
-VIEWS = ("reshape", "transpose")  # ops that need move nothing
+VIEWS = ("merge_heads", "reshape", "transpose")  # ops that need move nothing
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def logprob_backward(xp, dy, saved, *, vocab_size, into):
 
 def _loss(xp, logp, scale):
     """() float64: scale times the summed negative log-probabilities, summed in float64."""
-    return xp.asarray(-logp.astype(np.float64).sum() * scale.astype(np.float64))
+    return xp.asarray(logp.astype(np.float64).sum() * -scale)
 
 
 def _both_gradients(xp, x, weight, flat, coefficient, vocab_size, into):

@@ -62,9 +62,7 @@ class Attention(Module):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)  # (B, Hk, S, Dh) twice
         y = ops.attention(q, k, v, context.starts, context.offsets)
-        B, H, T, Dh = y.shape
-        y = ops.reshape(ops.transpose(y, axes=(0, 2, 1, 3)), shape=(B, T, H * Dh))
-        return self.o_proj(y)
+        return self.o_proj(ops.merge_heads(y))
 
 
 class MLP(Module):
@@ -150,6 +148,7 @@ class Qwen3(Module):
             positions = positions + offsets[:, None]
         if starts is not None:
             positions = positions - starts
+        positions = xp.ascontiguousarray(positions)  # once for all layers
         context = Context(positions, starts, offsets, cache, key)
         stream = (self.embed_tokens(input_ids),)
         for block in self.layers:

@@ -67,11 +67,10 @@ def backward(xp, dy, saved):
         dp = xp.empty(p.shape, float32)
         gemm_batched(dy_of_block, _cut(values, block.seen), dp, transpose_b=True)
         causal_softmax_backward(xp, p, dp, p, starts, offsets, **problem.mask_of(block))
-        del dp
         scaled = {"alpha": problem.scale}
         gemm_batched(p, _cut(keys, block.seen), _cut(dq, block.rows), **scaled)
         gemm_batched(p, _cut(rows, block.rows), seen_dk, transpose_a=True, beta=beta, **scaled)
-        del p
+        del p, dp
     dk, dv = (d.reshape(k.shape).astype(k.dtype, copy=False) for d in (dk, dv))
     return _head_major(xp, dq, q.shape, problem.kv_heads), dk, dv, None, None
 

@@ -8,7 +8,7 @@ from xtrain.engine.ops.elementwise import add, multiply, scale
 from xtrain.engine.ops.embedding import embedding
 from xtrain.engine.ops.global_norm import global_norm
 from xtrain.engine.ops.linear import linear, matmul
-from xtrain.engine.ops.movement import reshape, transpose
+from xtrain.engine.ops.movement import merge_heads, reshape, transpose
 from xtrain.engine.ops.qk_norm_rope import qk_norm_rope
 from xtrain.engine.ops.reduce import mean, total
 from xtrain.engine.ops.rms_norm import add_rms_norm, rms_norm
@@ -27,6 +27,7 @@ __all__ = [
     "linear_cross_entropy",
     "matmul",
     "mean",
+    "merge_heads",
     "multiply",
     "qk_norm_rope",
     "reshape",

@@ -1,4 +1,8 @@
-"""Views: reshape and transpose. No arithmetic; any dtype; the gradient is the inverse movement."""
+"""Views: reshape, transpose, and both at once for the heads of attention. No arithmetic; any dtype;
+the gradient is the inverse movement.
+
+    merge_heads:  (B, H, T, Dh) -> (B, T, H * Dh)      a view where heads are stored token by token
+"""
 
 import functools
 
@@ -28,6 +32,16 @@ def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argsort(axes))
 
 
+def merge_heads_forward(xp, x):
+    B, H, T, Dh = x.shape
+    return xp.transpose(x, (0, 2, 1, 3)).reshape(B, T, H * Dh), x.shape
+
+
+def merge_heads_backward(xp, dy, saved):
+    B, H, T, Dh = saved
+    return (xp.transpose(dy.reshape(B, T, H, Dh), (0, 2, 1, 3)),)
+
+
 reshape = Op(
     "reshape",
     Implementation(reshape_forward, reshape_backward),
@@ -43,4 +57,9 @@ transpose = Op(
         Sample("swap", (normal(2, 3),), {"axes": (1, 0)}),
         Sample("cycle", (normal(2, 3, 4, 5),), {"axes": (1, 3, 0, 2)}),
     ),
+)
+merge_heads = Op(
+    "merge_heads",
+    Implementation(merge_heads_forward, merge_heads_backward),
+    samples=(Sample("heads", (normal(2, 3, 5, 4),)),),
 )
