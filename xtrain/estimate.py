@@ -206,8 +206,9 @@ def _block_bytes(run: RunConfig, features: Features, device_class: str) -> tuple
     config, size = run.model, 2 if features.precision == "bf16" else 4
     D, F, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    # The CPU keeps the probabilities. A GPU makes them again.
-    scores = heads * run.train.seq_len if device_class == "cpu" else 0
+    # The CPU keeps the probabilities. A GPU makes them again, unless one block of queries is all.
+    keeps = device_class == "cpu" or run.train.seq_len <= LEAST_QUERIES
+    scores = heads * run.train.seq_len if keeps else 0
     # Sum, normed sum and the half's result, once more where dropout follows.
     both = 4 * D if run.train.dropout > 0 else 3 * D
     norms = 4 * (heads + config.num_key_value_heads if features.qk_norm else 0)  # 1 / rms, fp32

@@ -76,6 +76,7 @@ KERNELS = {
     ),
     "cross_entropy": lambda: cross_entropy.rows_kernel(float32, bfloat16, True, 1024, True),
     "cross_entropy_logp": lambda: cross_entropy.rows_kernel(float32, float32, True, 1024, False),
+    "scaled_loss": lambda: cross_entropy.NEGATED_SUM,
     "global_norm": lambda: global_norm.squares_kernel(float32, True),
     "global_norm_end": lambda: global_norm.NORM,
     "adamw": lambda: adamw.update_kernel(True, True),

@@ -13,7 +13,7 @@ only on the device. The words beyond vocab_size are padding and get zeros.
 import numpy as np
 
 from xtrain.cuda.gemm import as_operand, gemm
-from xtrain.cuda.kernels.cross_entropy import cross_entropy_rows
+from xtrain.cuda.kernels.cross_entropy import cross_entropy_rows, scaled_loss
 from xtrain.cuda.kernels.linear import as_rows
 from xtrain.engine.dtype import float32
 from xtrain.engine.ops.cross_entropy import linear_cross_entropy, require_start, token_logprob
@@ -25,14 +25,12 @@ LOGIT_BYTES = 1 << 30  # at most, of a chunk's fp32 logits: 4096 rows of 50304 w
 def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):
     """See `xtrain.engine.ops.cross_entropy`."""
     rows, flat = as_rows(xp, x), xp.ascontiguousarray(targets).reshape(-1)
-    weight = as_operand(xp, weight)
+    weight, scale = as_operand(xp, weight), scale.astype(np.float32, copy=False)
     if dweight_into is None:
         logp = _log_probabilities(xp, rows, weight, flat, vocab_size)
-        return _loss(xp, logp, scale), (x, weight, flat, scale)
-    coefficient = xp.empty(flat.shape, np.float32)
-    coefficient[...] = scale
-    logp, drows = _gradients(xp, rows, weight, flat, coefficient, vocab_size, dweight_into)
-    return _loss(xp, logp, scale), (drows.reshape(x.shape),)
+        return scaled_loss(xp, logp, scale), (x, weight, flat, scale)
+    logp, drows = _gradients(xp, rows, weight, flat, scale, vocab_size, dweight_into)
+    return scaled_loss(xp, logp, scale), (drows.reshape(x.shape),)
 
 
 def loss_backward(xp, dy, saved, *, vocab_size, dweight_into=None, into):
@@ -41,8 +39,7 @@ def loss_backward(xp, dy, saved, *, vocab_size, dweight_into=None, into):
         require_start(dy)
         return saved[0], None, None, None
     x, weight, flat, scale = saved
-    coefficient = xp.empty(flat.shape, np.float32)
-    coefficient[...] = scale if dy is SEED else scale * dy
+    coefficient = scale if dy is SEED else (scale * dy).astype(np.float32)
     dx, dweight = _both_gradients(xp, x, weight, flat, coefficient, vocab_size, into[0])
     return dx, dweight, None, None
 
@@ -60,11 +57,6 @@ def logprob_backward(xp, dy, saved, *, vocab_size, into):
     coefficient = -xp.ascontiguousarray(dy).reshape(-1).astype(np.float32)
     dx, dweight = _both_gradients(xp, x, weight, flat, coefficient, vocab_size, into[0])
     return dx, dweight, None
-
-
-def _loss(xp, logp, scale):
-    """() float64: scale times the summed negative log-probabilities, summed in float64."""
-    return xp.asarray(logp.astype(np.float64).sum() * -scale)
 
 
 def _both_gradients(xp, x, weight, flat, coefficient, vocab_size, into):
@@ -86,7 +78,10 @@ def _log_probabilities(xp, rows, weight, flat, vocab_size):
 
 
 def _gradients(xp, rows, weight, flat, coefficient, vocab_size, dweight):
-    """Log-probabilities and drows of sum(-coefficient * logp); adds to dweight."""
+    """Log-probabilities and drows of sum(-coefficient * logp); adds to dweight.
+
+    coefficient: one a row, or () for all.
+    """
     logp, drows = xp.empty(flat.shape, np.float32), xp.empty(rows.shape, rows.dtype)
     for part in _chunks(rows, weight):
         logits = _logits(xp, rows[part], weight)
@@ -96,7 +91,7 @@ def _gradients(xp, rows, weight, flat, coefficient, vocab_size, dweight):
             xp,
             logits,
             flat[part],
-            coefficient[part],
+            coefficient if coefficient.ndim == 0 else coefficient[part],
             logp[part],
             dlogits,
             vocab_size=vocab_size,

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(width: int, *arrays, values: int = IN_REGISTERS) -> Shape:
-    """The geometry for rows of `width` elements in every one of the arrays.
+    """The geometry for rows of `width` elements in every one of the arrays that is not None.
 
     The first array's dtype sets the word; the others are read as many elements at a time as that.
     values: elements that a thread may hold, unless the row needs more than 512 threads.

@@ -140,7 +140,13 @@ class Op:
 
     def __call__(self, *inputs, **attrs):
         """Run on tensors (or plain arrays, or None for an absent input) and record the op."""
-        arrays = tuple([i.data if isinstance(i, Tensor) else i for i in inputs])
+        arrays, wanted = [], False
+        for given in inputs:
+            if isinstance(given, Tensor):
+                arrays.append(given.data)
+                wanted = wanted or given.requires_grad
+            else:
+                arrays.append(given)
         if self.check is not None:
             self.check(*arrays, **attrs)
         chosen = self.implementation(arrays)
@@ -152,7 +158,6 @@ class Op:
         several = isinstance(y, tuple)
         if here.debug_level >= 3:
             _require_finite(self.name, xp, y if several else (y,))
-        wanted = [i for i in inputs if isinstance(i, Tensor) and i.requires_grad]
         if not (wanted and is_recording()):
             return tuple(map(Tensor, y)) if several else Tensor(y)
         outputs = y if several else (y,)

@@ -8,9 +8,10 @@ strided-batched product over (sequence, key-value head) serves the group, sums t
 by itself, and a block of queries is a slice. A block sees only keys up to its last query: with
 BLOCKS blocks (BLOCKS + 1) / (2 BLOCKS) of the T x T products and bytes are left, 0.625 at 4.
 
-Scores and dp are fp32, p and ds have the operands' dtype. Saved: q, k, v. Keeping p would save a
-tenth of the time but hold H T T elements: 48 GB at 40 heads, 1024 tokens, 32 sequences, 18 layers
-and bf16. Backward makes each block's p again with the same kernels, so with the same bits.
+Scores and dp are fp32, p and ds have the operands' dtype. Saved: q, k, v, and p where one block is
+all, which is no longer than LEAST_QUERIES. Keeping every p would save a tenth of the time but hold
+H T T elements: 48 GB at 40 heads, 1024 tokens, 32 sequences, 18 layers and bf16. Backward makes
+each block's p again with the same kernels, so with the same bits.
 Bytes in bf16 at T >> Dh, for each element of a block's scores: 4 + 4 + 2 + 2 forward and
 4 + 4 + 2 + 2 + 4 + 2 + 4 + 2 + 2 + 2 backward; they bound the speed.
 """
@@ -39,17 +40,19 @@ def forward(xp, q, k, v, starts, offsets):
     B, H, T, Dh = q.shape
     direct = B == 1 and problem.group == 1  # one stride from head to head in either order
     y = xp.empty((T, H, Dh), q.dtype).transpose(1, 0, 2) if direct else xp.empty_like(rows)
-    for block in reversed(problem.blocks()):  # the widest first: a pool cuts the others from it
+    blocks, kept = problem.blocks(), None
+    for block in reversed(blocks):  # the widest first: a pool cuts the others from it
         p = _probabilities(xp, problem, block, rows, keys)
         gemm_batched(p, _cut(values, block.seen), _cut(y, block.rows))
+        kept = p if len(blocks) == 1 else None
         del p
     y = y.reshape(q.shape) if direct else _token_major(xp, y, q.shape, problem.kv_heads)
-    return y, (q, k, v, starts, offsets)
+    return y, (q, k, v, starts, offsets, kept)
 
 
 def backward(xp, dy, saved):
     """See `xtrain.engine.ops.attention`."""
-    q, k, v, starts, offsets = saved
+    q, k, v, starts, offsets, kept = saved
     problem = _Problem(q, k, starts, offsets)
     keys, values = _by_head(xp, k), _by_head(xp, v)
     rows, drows = (_query_major(xp, array, problem.kv_heads) for array in (q, dy))
@@ -62,15 +65,17 @@ def backward(xp, dy, saved):
         beta = 0.0 if block is blocks[-1] else 1.0
         seen_dk, seen_dv = _cut(dk, block.seen), _cut(dv, block.seen)
         dy_of_block = _cut(drows, block.rows)
-        p = _probabilities(xp, problem, block, rows, keys)
+        p = _probabilities(xp, problem, block, rows, keys) if kept is None else kept
         gemm_batched(p, dy_of_block, seen_dv, transpose_a=True, beta=beta)
         dp = xp.empty(p.shape, float32)
         gemm_batched(dy_of_block, _cut(values, block.seen), dp, transpose_b=True)
-        causal_softmax_backward(xp, p, dp, p, starts, offsets, **problem.mask_of(block))
+        # In place of what is not needed again; a kept p must stay as it was.
+        ds = p if kept is None else dp if p.dtype == float32 else xp.empty(p.shape, p.dtype)
+        causal_softmax_backward(xp, p, dp, ds, starts, offsets, **problem.mask_of(block))
         scaled = {"alpha": problem.scale}
-        gemm_batched(p, _cut(keys, block.seen), _cut(dq, block.rows), **scaled)
-        gemm_batched(p, _cut(rows, block.rows), seen_dk, transpose_a=True, beta=beta, **scaled)
-        del p, dp
+        gemm_batched(ds, _cut(keys, block.seen), _cut(dq, block.rows), **scaled)
+        gemm_batched(ds, _cut(rows, block.rows), seen_dk, transpose_a=True, beta=beta, **scaled)
+        del p, dp, ds
     dk, dv = (d.reshape(k.shape).astype(k.dtype, copy=False) for d in (dk, dv))
     return _head_major(xp, dq, q.shape, problem.kv_heads), dk, dv, None, None
 

@@ -5,22 +5,26 @@
 over the first `vocab_size` columns; the columns beyond are padding and get gradient 0. One block a
 row: the first pass keeps a running maximum and sum a thread, the second reads the row again while
 it is still in the second-level cache and writes the gradient. Arithmetic is fp32.
-Bytes a logit of s bytes, gradient of r: s + r (and s from the cache).
+Bytes a logit of s bytes, gradient of r: s + r (and s from the cache). The loss is the sum of the
+rows' log-probabilities, by one block.
 """
 
 import functools
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, int64
+from numba.types import float32, float64, int64
 
 from xtrain.cuda.block import row_max, row_sum
 from xtrain.cuda.formula import LOG2_E, exp2, log2
-from xtrain.cuda.launch import Kernel, i64, pointer
+from xtrain.cuda.launch import SIMULATED, Kernel, i64, pointer
 from xtrain.cuda.words import access, are_aligned, scalar_access
 
 MOST_THREADS = 1024  # one block a multiprocessor: its row stays in the second-level cache
 VALUES = 16  # fp32 values in flight a thread; more would not fit the registers of 1024 threads
+# Of the one block that sums a loss; each costs a thread of the host in the simulator.
+SUM_THREADS = 64 if SIMULATED else 512
+sum_of_block = row_sum(SUM_THREADS)
 LOG2E, LN2 = np.float32(LOG2_E), np.float32(1 / LOG2_E)
 LOWEST = np.float32(-3.0e38)  # below every logit, and its difference from one is finite
 
@@ -33,7 +37,7 @@ def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: b
     largest, total = row_max(threads), row_sum(threads)
     words, values, piece = VALUES // width, VALUES, VALUES * threads
 
-    def cross_entropy(z, targets, coefficient, logp, dz, columns, vocab_size):
+    def cross_entropy(z, targets, coefficient, logp, dz, columns, vocab_size, pitch):
         scratch = cuda.shared.array(threads, float32)
         v = cuda.local.array(values, float32)
         row = cuda.blockIdx.x
@@ -65,7 +69,7 @@ def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: b
             logp[row] = (picked - log2(weight)) * LN2 if counts else float32(0)
         if differentiates:
             cuda.syncthreads()  # the target's logit is read before a gradient takes its place
-            factor = coefficient[row] if counts else float32(0)
+            factor = coefficient[row * pitch] if counts else float32(0)
             scale = factor / weight
             for start in range(0, columns, piece):
                 for w in range(words):
@@ -83,7 +87,7 @@ def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: b
                     store(dz, base + at, columns - at, v, w * width)
 
     fp32 = pointer("float32")
-    signature = (pointer(dtype), pointer("int32"), fp32, fp32, pointer(out_dtype), i64, i64)
+    signature = (pointer(dtype), pointer("int32"), fp32, fp32, pointer(out_dtype), i64, i64, i64)
     return Kernel(cross_entropy, threads, *signature)
 
 
@@ -91,8 +95,8 @@ def cross_entropy_rows(xp, logits, targets, coefficient, logp, dlogits, *, vocab
     """Log-probabilities of targets, and the logits' gradient if dlogits is given.
 
     logits: (R, Vpad) fp32 or bf16.  targets: (R,) int32, negative = ignored: logp 0, gradient 0.
-    coefficient: (R,) fp32, or None without dlogits.  logp: (R,) fp32, written.  dlogits: (R, Vpad)
-    fp32 or bf16, all of it written; may be logits itself.
+    coefficient: (R,) fp32, or () for all rows, or None without dlogits.  logp: (R,) fp32, written.
+    dlogits: (R, Vpad) fp32 or bf16, all of it written; may be logits itself.
     """
     rows, columns = logits.shape
     out = logits if dlogits is None else dlogits
@@ -101,4 +105,26 @@ def cross_entropy_rows(xp, logits, targets, coefficient, logp, dlogits, *, vocab
     while threads < MOST_THREADS and threads * VALUES < columns:
         threads *= 2
     kernel = rows_kernel(logits.dtype, out.dtype, aligned, threads, dlogits is not None)
-    kernel(rows, logits, targets, coefficient, logp, dlogits, columns, vocab_size)
+    pitch = 0 if coefficient is None or coefficient.ndim == 0 else 1
+    kernel(rows, logits, targets, coefficient, logp, dlogits, columns, vocab_size, pitch)
+
+
+def negated_sum(logp, scale, loss, rows):
+    scratch = cuda.shared.array(SUM_THREADS, float64)
+    total = float64(0)
+    for i in range(cuda.threadIdx.x, rows, SUM_THREADS):
+        total += float64(logp[i])
+    total = sum_of_block(total, scratch)
+    if cuda.threadIdx.x == 0:
+        loss[0] = -total * float64(scale[0])
+
+
+_FP32, _FP64 = pointer("float32"), pointer("float64")
+NEGATED_SUM = Kernel(negated_sum, SUM_THREADS, _FP32, _FP32, _FP64, i64)
+
+
+def scaled_loss(xp, logp, scale):
+    """-scale sum(logp), () float64, in a fixed order.  logp: (N,) fp32.  scale: () fp32."""
+    loss = xp.empty((), "float64")
+    NEGATED_SUM(1, logp, scale, loss, logp.size)
+    return loss

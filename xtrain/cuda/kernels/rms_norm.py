@@ -132,7 +132,7 @@ def launch_forward(xp, x, residual, weight, eps):
     if residual is not None:
         residual, s = xp.ascontiguousarray(residual), xp.empty(x.shape, x.dtype)
     rstd = xp.empty(rows, "float32")
-    shape = shape_of(x.shape[-1], *(a for a in (x, weight, residual, y, s) if a is not None))
+    shape = shape_of(x.shape[-1], x, weight, residual, y, s)
     kernel = forward_kernel(x.dtype, weight.dtype, shape, residual is not None)
     grid = shape.grid(rows)
     kernel(grid, x, residual, weight, s, y, rstd, rows, x.shape[-1], eps)
@@ -144,7 +144,7 @@ def launch_backward(xp, dy, ds, saved, into):
     dy = xp.ascontiguousarray(dy)
     ds = None if ds is None else xp.ascontiguousarray(ds)
     dx, rows, columns = xp.empty(x.shape, x.dtype), flat_rows(x), x.shape[-1]
-    shape = shape_of(columns, *(a for a in (x, weight, dy, ds, dx) if a is not None))
+    shape = shape_of(columns, x, weight, dy, ds, dx)
     blocks = min(shape.grid(rows), PARTS)
     partial = xp.empty((blocks, columns), "float32")
     kernel = backward_kernel(x.dtype, weight.dtype, shape, ds is not None)

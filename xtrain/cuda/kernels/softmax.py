@@ -146,7 +146,10 @@ def causal_softmax(xp, scores, out, starts, offsets, *, group, first, queries, k
 def causal_softmax_backward(
     xp, p, dp, ds, starts, offsets, *, group, first, queries, kv_heads
 ) -> None:
-    """ds = p (dp - sum(dp p)) for the rows of `causal_softmax`; ds may be p; 0 where invisible."""
+    """ds = p (dp - sum(dp p)) for the rows of `causal_softmax`; 0 where invisible.
+
+    ds may be p or dp.
+    """
     rows, keys = flat_rows(p), p.shape[-1]
     offsets = _contiguous(xp, offsets)
     shape = shape_of(keys, dp, p, ds)
