@@ -81,14 +81,17 @@ def test_recomputing_more_keeps_less(v0):
     assert kept == sorted(kept, reverse=True)
 
 
-def test_a_cpu_keeps_the_scores_that_a_gpu_makes_again(v0):
-    scores = 512 * 2 * 64  # tokens x heads x keys, of one layer
-    on_cpu, on_gpu = (training_memory_bytes(v0, name).activations for name in ("cpu", "cuda"))
-    assert on_cpu - on_gpu == 4 * 4 * scores  # fp32, of four layers
+@pytest.mark.parametrize(("tokens", "kept_by_cpu_alone"), [(64, 0), (128, 0), (256, 4)])
+def test_a_cpu_keeps_the_scores_that_a_gpu_makes_again(v0, tokens, kept_by_cpu_alone):
+    run = dataclasses.replace(v0, train=dataclasses.replace(v0.train, seq_len=tokens))
+    scores = 8 * tokens * 2 * tokens  # tokens x heads x keys, of one layer
+    on_cpu, on_gpu = (training_memory_bytes(run, name).activations for name in ("cpu", "cuda"))
+    assert on_cpu - on_gpu == kept_by_cpu_alone * 4 * scores  # fp32, of four layers
 
 
 def test_the_tape_keeps_what_every_op_was_given(v0):
-    mixer = 3 * 32 + 2 * (3 * 32) + 32  # both sums and the result; qkv, q, k, v; output
+    # Both sums and the result; qkv, q, k, v; output; the scores of one block of queries.
+    mixer = 3 * 32 + 2 * (3 * 32) + 32 + 2 * 64
     mlp = 3 * 32 + 3 * v0.model.intermediate_size
     rms = 2 + 2 * v0.model.num_attention_heads  # fp32, of the norms and of q's and k's heads
     memory = training_memory_bytes(v0, "cuda")
