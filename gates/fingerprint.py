@@ -5,7 +5,8 @@ to the project's packages: a gate that does not import `xtrain.data` is not made
 there, and a README edit stales nothing. Three things that plain imports do not show are followed:
 
 - `import_module` by name: every string in such a file that is a project module counts, and an
-  f-string counts as a pattern (`f"xtrain.cpu.{name}"` is every module of `xtrain/cpu`);
+  f-string counts as a pattern (`f"xtrain.cpu.{name}"` is every module of `xtrain/cpu`, and so is
+  `f"{__name__}.{name}"` in its own file);
 - packages that load all their modules (`pkgutil.iter_modules`, `walk_packages`);
 - data files beside the code (CUDA C++ sources, golden arrays) that it names in a string.
 """
@@ -21,17 +22,31 @@ from xtrain.confdir import conf_dir
 from xtrain.errors import UsageError
 
 PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
+# Kernels that are judged on another device class. A CPU's verdict is of the CUDA kernels too, which
+# it simulates.
+JUDGED_ELSEWHERE = {"cuda": "xtrain.cpu."}
 
 
 def code_fingerprint(
-    gate_file: Path, composes: Iterable[str] = (), roots: Mapping[str, Path] | None = None
+    gate_file: Path,
+    composes: Iterable[str] = (),
+    roots: Mapping[str, Path] | None = None,
+    *,
+    device: str,
 ) -> str:
     """Hex sha256 over the gate file, its import closure and the named configs.
 
     composes: config names relative to conf/, with or without `.yaml`. roots: as package_roots.
-    Raises UsageError when a config does not exist.
+    device: the device class whose verdict it is, cpu or cuda. Raises UsageError when a config does
+    not exist.
     """
-    return hash_files({**import_closure(gate_file, roots), **_configs(composes)})
+    elsewhere = JUDGED_ELSEWHERE.get(device)
+    closure = {
+        name: path
+        for name, path in import_closure(gate_file, roots).items()
+        if elsewhere is None or not name.startswith(elsewhere)
+    }
+    return hash_files({**closure, **_configs(composes)})
 
 
 def hash_files(files: dict[str, Path]) -> str:
@@ -125,7 +140,7 @@ def _loaded(tree: ast.AST, strings: set[str], name: str, modules: dict[str, Path
     reached = set()
     if called & {"import_module", "__import__"}:
         reached |= {each for each in strings if each in modules}
-        for pattern in _patterns(tree):
+        for pattern in _patterns(tree, name):
             reached |= {each for each in modules if pattern.fullmatch(each)}
     if called & {"iter_modules", "walk_packages"}:
         package = (
@@ -140,21 +155,25 @@ def _called(node: ast.Call) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def _patterns(tree: ast.AST) -> list[re.Pattern]:
+def _patterns(tree: ast.AST, name: str) -> list[re.Pattern]:
     """F-strings that begin with a project package, each hole one part of a dotted name."""
     patterns = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.JoinedStr):
             continue
-        first = node.values[0]
-        if not isinstance(first, ast.Constant) or first.value.split(".")[0] not in PACKAGES:
-            continue
-        parts = [
-            re.escape(part.value) if isinstance(part, ast.Constant) else r"\w+"
-            for part in node.values
-        ]
-        patterns.append(re.compile("".join(parts)))
+        parts = [_text_of(part, name) for part in node.values]
+        if parts[0] is not None and parts[0].split(".")[0] in PACKAGES:
+            texts = (r"\w+" if part is None else re.escape(part) for part in parts)
+            patterns.append(re.compile("".join(texts)))
     return patterns
+
+
+def _text_of(part: ast.expr, name: str) -> str | None:
+    """What a part of an f-string of the module `name` stands for, None when it may be anything."""
+    if isinstance(part, ast.Constant):
+        return part.value
+    hole = part.value
+    return name if isinstance(hole, ast.Name) and hole.id == "__name__" else None
 
 
 def _strings(tree: ast.AST) -> set[str]:

@@ -129,7 +129,7 @@ def load_bars(file: GateFile, bench: Bench) -> tuple[list[Check], str, str]:
 def gate_fingerprint(file: GateFile, bench: Bench) -> dict[str, str]:
     """The gate's code fingerprint, and for a gate of a run those of the run it judges."""
     gate = file.load()
-    fingerprint = {"code": code_fingerprint(file.path, gate.composes)}
+    fingerprint = {"code": code_fingerprint(file.path, gate.composes, device=bench.device)}
     if gate.artifact is not None:
         fingerprint |= gate.artifact(bench.device, bench.out)
     return fingerprint

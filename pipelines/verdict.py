@@ -61,7 +61,8 @@ def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: S
     results = judge(gate.checks, measured, run.device)
     facts = fingerprints(out.path)
     if run.name in files:
-        facts["code"] = code_fingerprint(files[run.name].path, files[run.name].load().composes)
+        file = files[run.name]
+        facts["code"] = code_fingerprint(file.path, file.load().composes, device=run.device)
     bench.ledger.append(
         verdict_entry(
             run.name,

@@ -24,7 +24,7 @@ FILES = {
     ),
     "xtrain/cpu/__init__.py": (
         "from importlib import import_module\n"
-        'def load(op):\n    return import_module(f"xtrain.cpu.{op}")\n'
+        'def load(op):\n    return import_module(f"{__name__}.{op}")\n'
     ),
     "xtrain/cpu/linear.py": "",
     "xtrain/data/__init__.py": (
@@ -61,13 +61,19 @@ def roots(project):
     return {name: project / name for name in ("gates", "xtrain")}
 
 
-def fingerprint(project):
-    return code_fingerprint(project / "gates" / "t1_line.py", roots=roots(project))
+def fingerprint(project, device="cpu"):
+    return code_fingerprint(project / "gates" / "t1_line.py", roots=roots(project), device=device)
 
 
 def test_the_closure_follows_imports_and_modules_loaded_by_name(project):
     found = import_closure(project / "gates" / "t1_line.py", roots(project))
     assert set(found) - {"gates"} == REACHED - {"gates"}
+
+
+def test_a_change_of_a_cpu_kernel_leaves_a_gpu_s_verdict_as_it_is(project):
+    before = fingerprint(project, "cuda")
+    (project / "xtrain" / "cpu" / "linear.py").write_text("# changed\n")
+    assert fingerprint(project, "cuda") == before
 
 
 def test_a_package_that_loads_all_its_modules_counts_whole(project):
@@ -109,12 +115,12 @@ def test_composed_configs_are_part_of_it(project, tmp_path, monkeypatch):
     monkeypatch.setenv("XTRAIN_CONF", str(conf))
     gate = project / "gates" / "t1_line.py"
 
-    before = code_fingerprint(gate, ("model/v0",), roots(project))
+    before = code_fingerprint(gate, ("model/v0",), roots(project), device="cpu")
     (conf / "model" / "v0.yaml").write_text("hidden_size: 64\n")
 
-    assert code_fingerprint(gate, ("model/v0.yaml",), roots(project)) != before
+    assert code_fingerprint(gate, ("model/v0.yaml",), roots(project), device="cpu") != before
     with pytest.raises(UsageError, match="model/v99"):
-        code_fingerprint(gate, ("model/v99",), roots(project))
+        code_fingerprint(gate, ("model/v99",), roots(project), device="cpu")
 
 
 def test_every_gate_of_the_project_has_a_fingerprint_of_project_files_only():
@@ -124,3 +130,10 @@ def test_every_gate_of_the_project_has_a_fingerprint_of_project_files_only():
         assert f"gates.{file.path.stem}" in closure
         assert all(any(path.is_relative_to(root) for root in inside) for path in closure.values())
         assert not any(path.suffix == ".md" for path in closure.values())
+
+
+@pytest.mark.parametrize("folder", ["cpu", "cuda/kernels"])
+def test_every_kernel_is_part_of_what_the_gates_of_the_engine_judge(folder):
+    kernels = set((package_roots()["xtrain"] / folder).glob("*.py"))
+    for name in ("t4", "t5", "t6"):
+        assert kernels <= set(import_closure(find_gates(HERE)[name].path).values())
