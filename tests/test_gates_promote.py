@@ -1,6 +1,5 @@
 """Only a run whose checks and phases all PASS is promoted, and the local ledger decides."""
 
-import shutil
 import sqlite3
 from contextlib import closing
 from datetime import date
@@ -21,23 +20,6 @@ LOSS = Check("margin", ">=", 0.5)
 CUDA_ONLY = Check("speed", ">=", 2.0, device="cuda")
 PRINTS = {"config": "c0", "code": "k0", "data": "d0", "checkpoint": "w0"}
 PASSED = {"T1": Standing("T1", "cpu", "PASS"), "T6": Standing("T6", "cpu", "PASS")}
-
-
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_store(f"sqlite:///{path}")
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return path
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, empty_store):
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return tmp_path
 
 
 def make_run(root):

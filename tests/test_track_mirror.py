@@ -22,25 +22,6 @@ from xtrain.track import load_run, open_run
 CHILD_ENV = {**os.environ, "PYTHONPATH": str(Path(xtrain.__file__).resolve().parents[1])}
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    """One empty MLflow database; making one takes a second, copying it nothing."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_store(f"sqlite:///{path}")
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return path
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, empty_store):
-    """A working directory with an empty mlflow.db."""
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return tmp_path
-
-
 def make_run(root):
     return open_run(
         root / "outputs",

@@ -21,24 +21,11 @@ def test_it_is_found_and_its_bars_stand_in_a_file_of_their_own(bars):
     assert gate_checks("E1")[1] == e1.GATE.title
 
 
-def test_every_run_composes_and_is_estimated(bars):
-    assert e1.runs("cpu")["runs_estimated"] == bars["runs_estimated"].bar
-
-
 def test_a_run_that_does_not_compose_is_counted_and_named(bars):
     with e1._a_run_does_not_compose():
         value = e1.runs("cpu")["runs_estimated"]
     assert value == bars["runs_estimated"].bar - 1
     assert value.why == "v3: model=v3a: there is no such model"
-
-
-def test_the_estimated_state_is_that_of_the_arrays(bars):
-    assert e1.state("cpu")["state_bytes_rel"] <= bars["state_bytes_rel"].bar
-
-
-def test_an_estimate_that_forgets_the_moments_is_seen(bars):
-    with e1._forgotten("moments"):
-        assert e1.state("cpu")["state_bytes_rel"] > bars["state_bytes_rel"].bar
 
 
 def test_without_a_gpu_no_peak_is_claimed():

@@ -1,0 +1,113 @@
+"""Every gate of a phase or of the project, on a CPU: it passes, and it fails on its seeded defects.
+
+Generated from the gates that are found: a new gate file is tested by being there. Times are judged
+by the gate alone; here they would depend on what else the machine does. The gates of runs are in
+test_gates_of_runs.py.
+"""
+
+import pytest
+
+from gates.find import find_gates
+from gates.gate import NotMeasured
+from gates.judge import FAIL, PASS, judge
+from xtrain.config import gate_checks
+
+FILES = {name: file for name, file in find_gates().items() if not file.is_of_run}
+GATES = {name: file.load() for name, file in FILES.items()}
+CHECKS = {name: {c.name: c for c in gate_checks(name)[0]} for name in GATES}
+# Measures without a defect of their own: they repeat another's claim elsewhere or in other sizes.
+UNPROVEN = {
+    "t1": {"on_gpu"},
+    "t2": {"zero_size", "beyond"},
+    "t3": {"in_simulator"},
+    "t6": {"resume_after_kills"},
+    "e1": {"peaks"},
+}
+TIMES = "speed"  # the name of the measures that take times
+MEASURES = [
+    pytest.param(name, measure, id=f"{name}-{measure.__name__}")
+    for name, gate in GATES.items()
+    for measure in gate.measures
+    if measure.__name__ != TIMES
+]
+DEFECTS = [
+    pytest.param(name, defect, id=f"{name}-{defect.name} {defect.rejects}")
+    for name, gate in GATES.items()
+    for defect in gate.defects
+    if CHECKS[name][defect.rejects].applies_to("cpu") and defect.measure.__name__ != TIMES
+]
+MEASURED = {}  # by measure: each runs once for all tests of this file
+
+
+def measured_by(measure):
+    if measure not in MEASURED:
+        MEASURED[measure] = measure("cpu")
+    return MEASURED[measure]
+
+
+def verdicts(name, measured):
+    """The verdict and the reason by check, of the measured values."""
+    checks = [CHECKS[name][each] for each in measured]
+    return {r.check.name: (r.verdict, r.reason) for r in judge(checks, measured, "cpu")}
+
+
+def needs_transformers(value) -> bool:
+    return isinstance(value, NotMeasured) and "transformers" in value.reason
+
+
+@pytest.mark.parametrize(("name", "measure"), MEASURES)
+def test_what_a_gate_measures_meets_the_bars(name, measure):
+    of_cpu = {
+        each: value
+        for each, value in measured_by(measure).items()
+        if CHECKS[name][each].applies_to("cpu") and not needs_transformers(value)
+    }
+    found = verdicts(name, of_cpu)
+    assert {each: verdict for each, verdict in found.items() if verdict[0] != PASS} == {}
+
+
+@pytest.mark.parametrize(("name", "defect"), DEFECTS)
+def test_a_seeded_defect_misses_the_bar(name, defect):
+    sound = measured_by(defect.measure)[defect.rejects]
+    if needs_transformers(sound):
+        pytest.skip(sound.reason)
+    with defect.patch():
+        measured = defect.measure("cpu")
+    assert verdicts(name, {defect.rejects: measured[defect.rejects]})[defect.rejects][0] == FAIL
+    assert verdicts(name, {defect.rejects: sound})[defect.rejects][0] == PASS
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_check_of_a_cpu_is_measured_and_none_of_a_gpu(name):
+    gate, checks = GATES[name], CHECKS[name]
+    measured, timed = {}, set()
+    for measure in gate.measures:
+        if measure.__name__ == TIMES:
+            timed |= {d.rejects for d in gate.defects if d.measure is measure}
+        else:
+            measured |= measured_by(measure)
+    claimed = {each for each, value in measured.items() if not isinstance(value, NotMeasured)}
+    of_cpu = {each for each, check in checks.items() if check.applies_to("cpu")}
+    assert set(measured) | timed >= of_cpu
+    assert claimed <= of_cpu
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_measurement_has_a_defect_that_it_rejects(name):
+    proven = {defect.measure for defect in GATES[name].defects}
+    lacking = {m.__name__ for m in GATES[name].measures if m not in proven}
+    assert lacking == UNPROVEN.get(name, set())
+
+
+@pytest.mark.parametrize("name", ["t7", "t10", "t11", "t12", "t13", "t16"])
+def test_a_gate_with_bars_for_a_gpu_has_defects_that_a_cpu_proves(name):
+    rejected = [CHECKS[name][defect.rejects] for defect in GATES[name].defects]
+    assert any(check.applies_to("cpu") for check in rejected)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_the_docstring_says_what_why_from_what_and_on_what(name):
+    text = FILES[name].path.read_text()
+    headings = [line.split()[0] for line in text.splitlines()[2:20] if line[:1].isupper()]
+    assert headings[:4] == ["Claim", "Why", "Reads", "Needs"]
+    assert text.startswith(f'"""{name.upper()}: ')
