@@ -1,9 +1,9 @@
 """Matrix products on the CPU. See `xtrain.engine.ops.linear`.
 
-Small products use the engine's own GEMM, the others BLAS. BLAS wakes a pool of threads of its own,
-which then competes with Numba's for the cores: the 16 backward products of a 512-token step took
-12.8 ms beside Numba's kernels on two busy cores, and 1.6 with the own GEMM. The variant `tiled`
-uses the own GEMM for all.
+The engine's own GEMM, but for few rows (decoding), where packing B does not pay: those go to BLAS.
+BLAS wakes a pool of threads of its own, which goes on spinning and takes the cores from Numba's: a
+step of v1 (512 tokens, two cores) took 918 ms with BLAS and 264 without. The variant `tiled` uses
+the own GEMM for all.
 """
 
 import numpy as np
@@ -11,16 +11,20 @@ import numpy as np
 from xtrain.cpu import gemm
 from xtrain.engine.ops.linear import linear, matmul
 
-LARGE = 1 << 25  # multiply-adds from which BLAS pays
-LARGE_B = 1 << 16  # elements of b from which packing it costs more than it saves
+FEW_ROWS = 64  # of the result, below which BLAS pays
+SMALL_B = 1 << 16  # elements of b up to which packing costs next to nothing
 
 
-def by_size(a, b, *, transpose_a=False, transpose_b=False):
-    """op(a) @ op(b) by the own GEMM, or by BLAS where that pays."""
-    columns = b.shape[0] if transpose_b else b.shape[1]
-    if b.size <= LARGE_B and a.size * columns < LARGE:
-        return gemm.multiply(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
-    return np.matmul(a.T if transpose_a else a, b.T if transpose_b else b)
+def by_size(a, b, *, transpose_a=False, transpose_b=False, into=None):
+    """op(a) @ op(b), or into plus that, by the own GEMM, or by BLAS where that pays."""
+    rows = a.shape[1] if transpose_a else a.shape[0]
+    if rows >= FEW_ROWS or b.size <= SMALL_B:
+        return gemm.multiply(a, b, transpose_a=transpose_a, transpose_b=transpose_b, into=into)
+    product = np.matmul(a.T if transpose_a else a, b.T if transpose_b else b)
+    if into is None:
+        return product
+    into += product
+    return into
 
 
 def linear_functions(multiply):
@@ -35,11 +39,8 @@ def linear_functions(multiply):
         x, weight = saved
         dy_rows, rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = multiply(dy_rows, weight).reshape(x.shape)
-        dweight = multiply(dy_rows, rows, transpose_a=True)
-        if into[0] is None:
-            return dx, dweight
-        into[0][...] += dweight
-        return dx, None
+        dweight = multiply(dy_rows, rows, transpose_a=True, into=into[0])
+        return dx, dweight if into[0] is None else None
 
     return forward, backward
 
