@@ -43,13 +43,18 @@ def _update(p, g, m, v, hyper, constants, decayed):
                 first = start if decays else max(start, decayed)
                 last = min(stop, decayed) if decays else stop
                 shrink = np.float32(1) - lr * weight_decay if decays else np.float32(1)
-                for i in range(first, last):
-                    m[i] = _moment1(m[i], g[i] * clip, one_minus_beta1)
-                    v[i] = _moment2(v[i], g[i] * clip, beta2, one_minus_beta2)
-                    root = np.sqrt(v[i])
-                    p[i] = _weight(p[i], m[i], root, shrink, step_size, sqrt_bias2, eps)
-        for i in range(start, stop):
-            g[i] = 0
+                # Slices: of an index that might be negative LLVM makes no vector loop.
+                weights, gradients = p[first:last], g[first:last]
+                moments1, moments2 = m[first:last], v[first:last]
+                for i in range(weights.size):
+                    clipped = gradients[i] * clip
+                    moments1[i] = _moment1(moments1[i], clipped, one_minus_beta1)
+                    moments2[i] = _moment2(moments2[i], clipped, beta2, one_minus_beta2)
+                    root = np.sqrt(moments2[i])
+                    weights[i] = _weight(
+                        weights[i], moments1[i], root, shrink, step_size, sqrt_bias2, eps
+                    )
+        g[start:stop] = 0
 
 
 adamw.fuse("cpu", forward)
