@@ -12,7 +12,7 @@ from xtrain.cpu import gemm
 from xtrain.engine.ops.linear import linear, matmul
 
 FEW_ROWS = 64  # of the result, below which BLAS pays
-SMALL_B = 1 << 16  # elements of b up to which packing costs next to nothing
+SMALL_B = 1 << 14  # elements of b up to which packing costs next to nothing
 
 
 def by_size(a, b, *, transpose_a=False, transpose_b=False, into=None):
