@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import xtrain.cpu  # noqa: F401 (plugs the kernels in)
-from xtrain.cpu import adamw, attention, embedding, gemm, global_norm, rms_norm, swiglu
+from xtrain.cpu import adamw, attention, embedding, gemm, global_norm, linear, rms_norm, swiglu
 from xtrain.cpu import linear_cross_entropy as head
 from xtrain.engine.ops import adamw as adamw_op
 from xtrain.engine.ops import cross_entropy
@@ -210,7 +210,10 @@ def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad):
     assert not np.isfinite(norm)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 5), (64, 40, 32), (65, 1, 97), (130, 70, 33)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (7, 3, 5), (64, 40, 32), (65, 1, 97), (130, 70, 33), (9, 0, 5), (70, 1100, 40)],
+)
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_own_gemm_agrees_with_blas(shape, transpose_a, transpose_b):
@@ -220,6 +223,25 @@ def test_own_gemm_agrees_with_blas(shape, transpose_a, transpose_b):
     c = gemm.multiply(a, b, transpose_a=transpose_a, transpose_b=transpose_b)
     truth = np.matmul(a.T if transpose_a else a, b.T if transpose_b else b)
     assert np.linalg.norm(c - truth) <= 1e-6 * np.linalg.norm(truth)
+    before = drawn(M, N, seed=1)
+    kept = before.copy()
+    added = gemm.multiply(a, b, transpose_a=transpose_a, transpose_b=transpose_b, into=kept)
+    assert added is kept
+    assert K > gemm.DEPTH or added.tobytes() == (before + c).tobytes()
+    assert np.linalg.norm(added - before - truth) <= 1e-6 * np.linalg.norm(before + truth)
+
+
+def test_a_step_of_64_tokens_or_more_wakes_no_threads_of_blas(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("BLAS was called")
+
+    monkeypatch.setattr(np, "matmul", refuse)
+    x, weight = drawn(64, 200), drawn(300, 200)
+    forward, backward = linear.linear_functions(linear.by_size)
+    y, saved = forward(np, x, weight)
+    backward(np, y, saved, into=(np.zeros_like(weight),))
+    with pytest.raises(AssertionError):
+        linear.by_size(x[:2], weight, transpose_b=True)
 
 
 def test_attention_shows_a_score_that_is_not_a_number():

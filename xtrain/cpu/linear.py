@@ -11,20 +11,17 @@ import numpy as np
 from xtrain.cpu import gemm
 from xtrain.engine.ops.linear import linear, matmul
 
-FEW_ROWS = 64  # of the result, below which BLAS pays
+FEW_ROWS = 64  # tokens, below which BLAS pays
 SMALL_B = 1 << 14  # elements of b up to which packing costs next to nothing
 
 
 def by_size(a, b, *, transpose_a=False, transpose_b=False, into=None):
     """op(a) @ op(b), or into plus that, by the own GEMM, or by BLAS where that pays."""
-    rows = a.shape[1] if transpose_a else a.shape[0]
-    if rows >= FEW_ROWS or b.size <= SMALL_B:
+    # A transposed a is the gradient of a weight: its rows are features, however many the tokens.
+    if transpose_a or a.shape[0] >= FEW_ROWS or b.size <= SMALL_B:
         return gemm.multiply(a, b, transpose_a=transpose_a, transpose_b=transpose_b, into=into)
-    product = np.matmul(a.T if transpose_a else a, b.T if transpose_b else b)
-    if into is None:
-        return product
-    into += product
-    return into
+    product = np.matmul(a, b.T if transpose_b else b)
+    return product if into is None else np.add(into, product, out=into)
 
 
 def linear_functions(multiply):
