@@ -31,6 +31,7 @@ def multiply(a, b, *, transpose_a=False, transpose_b=False, into=None):
         into, adds = np.empty((M, N), np.float32), False
     else:
         adds = True
+        assert into.shape == (M, N) and into.flags.c_contiguous, (into.shape, into.strides)
     if K == 0 and not adds:
         into[...] = 0
     run = _multiply if M * N * K <= SERIAL else _multiply_parallel
