@@ -231,12 +231,12 @@ def test_own_gemm_agrees_with_blas(shape, transpose_a, transpose_b):
     assert np.linalg.norm(added - before - truth) <= 1e-6 * np.linalg.norm(before + truth)
 
 
-def test_a_step_of_64_tokens_or_more_wakes_no_threads_of_blas(monkeypatch):
+def test_a_step_of_32_tokens_or_more_wakes_no_threads_of_blas(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("BLAS was called")
 
     monkeypatch.setattr(np, "matmul", refuse)
-    x, weight = drawn(64, 200), drawn(300, 200)
+    x, weight = drawn(32, 200), drawn(300, 200)
     forward, backward = linear.linear_functions(linear.by_size)
     y, saved = forward(np, x, weight)
     backward(np, y, saved, into=(np.zeros_like(weight),))

@@ -9,7 +9,7 @@ DEPTH: the bits depend neither on the number of threads nor on the sizes around 
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
 from xtrain.cpu.parallel import PRANGE_ONLY
 from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, multiply_tile
@@ -17,6 +17,7 @@ from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, multiply_tile
 BLOCK = 64  # rows of C that a thread takes at a time
 DEPTH = 512  # steps of k at a time: 128 KB of a block of A, 64 KB of a panel at 32 lanes
 FAR = 512  # floats between one k and the next from which copying pays: half a page
+TASKS = 2  # for a thread, at least: the last to finish keeps the others waiting for half as long
 SERIAL = 1 << 22  # multiply-adds up to which one core is as fast as waking the others
 
 
@@ -34,8 +35,11 @@ def multiply(a, b, *, transpose_a=False, transpose_b=False, into=None):
         assert into.shape == (M, N) and into.flags.c_contiguous, (into.shape, into.strides)
     if K == 0 and not adds:
         into[...] = 0
-    run = _multiply if M * N * K <= SERIAL else _multiply_parallel
-    run(np.ascontiguousarray(a), transpose_a, np.ascontiguousarray(b), transpose_b, K, into, adds)
+    given = (np.ascontiguousarray(a), transpose_a, np.ascontiguousarray(b), transpose_b, K)
+    if M * N * K <= SERIAL:
+        _multiply(*given, into, adds)
+    else:  # the number is an argument: asking for it would keep the kernel out of Numba's cache
+        _multiply_parallel(*given, into, adds, get_num_threads())
     return into
 
 
@@ -45,22 +49,28 @@ def _multiply(a, transpose_a, b, transpose_b, K, c, adds):
     packed = np.empty(((N + LANES - 1) // LANES, min(K, DEPTH), LANES), np.float32)
     for k0 in range(0, K, DEPTH):
         count = min(DEPTH, K - k0)
-        for panel in range(packed.shape[0]):
+        panels = packed.shape[0]
+        for panel in range(panels):
             _pack(b, transpose_b, N, panel, k0, count, packed)
         for block in range((M + BLOCK - 1) // BLOCK):
-            _block(a, transpose_a, packed, block, k0, count, K, c, adds or k0 > 0)
+            _block(a, transpose_a, packed, block, 0, panels, k0, count, K, c, adds or k0 > 0)
 
 
 @njit(parallel=PRANGE_ONLY, cache=True)
-def _multiply_parallel(a, transpose_a, b, transpose_b, K, c, adds):
+def _multiply_parallel(a, transpose_a, b, transpose_b, K, c, adds, threads):
     M, N = c.shape
     packed = np.empty(((N + LANES - 1) // LANES, min(K, DEPTH), LANES), np.float32)
+    panels, blocks = packed.shape[0], (M + BLOCK - 1) // BLOCK
+    # Where blocks are fewer than threads, several threads share one: each takes some panels.
+    shares = min(panels, (TASKS * threads + blocks - 1) // blocks)
     for k0 in range(0, K, DEPTH):
         count = min(DEPTH, K - k0)
-        for panel in prange(packed.shape[0]):
+        for panel in prange(panels):
             _pack(b, transpose_b, N, np.int64(panel), k0, count, packed)
-        for block in prange((M + BLOCK - 1) // BLOCK):
-            _block(a, transpose_a, packed, np.int64(block), k0, count, K, c, adds or k0 > 0)
+        for task in prange(blocks * shares):
+            block, share = np.int64(task) // shares, np.int64(task) % shares
+            first, last = share * panels // shares, (share + 1) * panels // shares
+            _block(a, transpose_a, packed, block, first, last, k0, count, K, c, adds or k0 > 0)
 
 
 @njit(cache=True)
@@ -84,8 +94,8 @@ def _pack(b, transposed, N, panel, k0, count, packed):
 
 
 @njit(cache=True)
-def _block(a, transposed, packed, block, k0, count, K, c, adds):
-    """BLOCK rows of c, set to a sum over `count` steps of k, or that added to them."""
+def _block(a, transposed, packed, block, first_panel, last_panel, k0, count, K, c, adds):
+    """BLOCK rows of some panels of c, set to a sum over `count` steps of k, or that added."""
     N = c.shape[1]
     first = block * BLOCK
     stop = min(first + BLOCK, c.shape[0])
@@ -96,7 +106,7 @@ def _block(a, transposed, packed, block, k0, count, K, c, adds):
         a = _copy_block(a, transposed, first, stop, k0, count)
         start, row, step = 0, 1, BLOCK
     edge = np.empty((ROWS, LANES), np.float32)
-    for panel in range(packed.shape[0]):
+    for panel in range(first_panel, last_panel):
         column, b = panel * LANES, panel * packed.shape[1] * LANES
         for i in range(0, stop - first, ROWS):
             at = start + i * row

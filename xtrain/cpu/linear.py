@@ -11,7 +11,7 @@ import numpy as np
 from xtrain.cpu import gemm
 from xtrain.engine.ops.linear import linear, matmul
 
-FEW_ROWS = 64  # tokens, below which BLAS pays
+FEW_ROWS = 32  # tokens, below which BLAS pays
 SMALL_B = 1 << 14  # elements of b up to which packing costs next to nothing
 
 
