@@ -2,7 +2,7 @@
 
 The engine's own GEMM, but for few rows (decoding), where packing B does not pay: those go to BLAS.
 BLAS wakes a pool of threads of its own, which goes on spinning and takes the cores from Numba's: a
-step of v1 (512 tokens, two cores) took 918 ms with BLAS and 264 without. The variant `tiled` uses
+step of v1 (512 tokens, two cores) took 918 ms with BLAS and 292 without. The variant `tiled` uses
 the own GEMM for all.
 """
 
