@@ -22,9 +22,7 @@ from xtrain.confdir import conf_dir
 from xtrain.errors import UsageError
 
 PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
-# Kernels that are judged on another device class. A CPU's verdict is of the CUDA kernels too, which
-# it simulates.
-JUDGED_ELSEWHERE = {"cuda": "xtrain.cpu."}
+CPU_KERNELS = "xtrain.cpu."
 
 
 def code_fingerprint(
@@ -37,15 +35,13 @@ def code_fingerprint(
     """Hex sha256 over the gate file, its import closure and the named configs.
 
     composes: config names relative to conf/, with or without `.yaml`. roots: as package_roots.
-    device: the device class whose verdict it is, cpu or cuda. Raises UsageError when a config does
-    not exist.
+    device: the device class whose verdict it is, cpu or cuda. A GPU's verdict does not hang on the
+    CPU's kernels, unless the gate's own file names the CPU: then it measures there too. Raises
+    UsageError when a config does not exist.
     """
-    elsewhere = JUDGED_ELSEWHERE.get(device)
-    closure = {
-        name: path
-        for name, path in import_closure(gate_file, roots).items()
-        if elsewhere is None or not name.startswith(elsewhere)
-    }
+    closure = import_closure(gate_file, roots)
+    if device == "cuda" and "cpu" not in _strings(ast.parse(gate_file.read_bytes())):
+        closure = {n: path for n, path in closure.items() if not n.startswith(CPU_KERNELS)}
     return hash_files({**closure, **_configs(composes)})
 
 

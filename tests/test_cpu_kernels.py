@@ -210,10 +210,13 @@ def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad):
     assert not np.isfinite(norm)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 1), (7, 3, 5), (64, 40, 32), (65, 1, 97), (130, 70, 33), (9, 0, 5), (70, 1100, 40)],
-)
+# None, one and three pieces of k; on one thread and, the last two, on several: with more blocks of
+# rows than threads, and with one block that threads share.
+SIZES = [(9, 0, 5), (1, 1, 1), (7, 3, 5), (64, 40, 32), (65, 1, 97), (130, 70, 33), (70, 1100, 40)]
+SIZES += [(330, 1100, 40), (40, 1100, 200)]
+
+
+@pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_own_gemm_agrees_with_blas(shape, transpose_a, transpose_b):

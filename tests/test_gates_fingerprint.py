@@ -76,6 +76,14 @@ def test_a_change_of_a_cpu_kernel_leaves_a_gpu_s_verdict_as_it_is(project):
     assert fingerprint(project, "cuda") == before
 
 
+def test_unless_the_gate_measures_on_the_cpu_too(project):
+    gate = project / "gates" / "t1_line.py"
+    gate.write_text(gate.read_text() + '\nDEVICES = ("cpu", "cuda")\n')
+    before = fingerprint(project, "cuda")
+    (project / "xtrain" / "cpu" / "linear.py").write_text("# changed\n")
+    assert fingerprint(project, "cuda") != before
+
+
 def test_a_package_that_loads_all_its_modules_counts_whole(project):
     (project / "gates" / "t1_line.py").write_text("import xtrain.data\n")
     assert "xtrain.data.shards" in import_closure(project / "gates/t1_line.py", roots(project))
