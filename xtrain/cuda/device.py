@@ -108,8 +108,9 @@ class CudaDevice(Device):
 
     def use_pool(self, pooled: bool) -> None:
         """Take the process's device memory from a pool, or ask the driver for every array."""
-        allocator = memory.shared_pool().allocate if pooled else memory.allocate_unpooled
-        cupy.cuda.set_allocator(allocator)
+        memory.unpooled().release()
+        source = memory.shared_pool() if pooled else memory.unpooled()
+        cupy.cuda.set_allocator(source.allocate)
 
     def memory(self) -> memory.MemoryUse:
         """What was asked of the driver so far, and what is held."""
@@ -126,6 +127,7 @@ class CudaDevice(Device):
         gc.collect()  # a training step and its captured form refer to each other
         self.synchronize()
         memory.shared_pool().release()
+        memory.unpooled().release()
         memory.account().restart_peak()
 
 

@@ -57,21 +57,16 @@ def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
     cublas, handle = _handle()
-    call = _call(a, b, out, transpose_a, transpose_b, False)
+    call = _call(a, b, out, transpose_a, transpose_b, alpha, beta, batched=False)
     cublas.gemm_ex(
         handle,
-        *call.operations,
         *call.sizes,
-        _scalar(alpha),
         b.data.ptr,
         *call.second,
         a.data.ptr,
         *call.first,
-        _scalar(beta),
         out.data.ptr,
         *call.target,
-        _compute_type(call.is_fp32),
-        DEFAULT_ALGORITHM,
     )
 
 
@@ -83,22 +78,16 @@ def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, 
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
     cublas, handle = _handle()
-    call = _call(a, b, out, transpose_a, transpose_b, True)
+    call = _call(a, b, out, transpose_a, transpose_b, alpha, beta, batched=True)
     cublas.gemm_strided_batched_ex(
         handle,
-        *call.operations,
         *call.sizes,
-        _scalar(alpha),
         b.data.ptr,
         *call.second,
         a.data.ptr,
         *call.first,
-        _scalar(beta),
         out.data.ptr,
         *call.target,
-        out.shape[0],
-        _compute_type(call.is_fp32),
-        DEFAULT_ALGORITHM,
     )
 
 
@@ -165,29 +154,28 @@ class Arrangement:
 
 
 class _Call(NamedTuple):
-    """What a call of cuBLAS is given but for addresses and factors, in the order it takes them.
+    """What a call of cuBLAS is given but for addresses of arrays, in the order it takes them.
 
-    operations: of the second operand and the first.  sizes: columns, rows, inner size.  first,
-    second, target: type and leading dimension of an operand, batched also the stride of its batch.
+    sizes: operations of the second operand and the first, columns, rows, inner size, alpha.
+    first, second, target: type and leading dimension of an operand, batched also the stride of its
+    batch; then after the first operand beta, after the result how many, compute type, algorithm.
     """
 
-    operations: tuple[int, int]
-    sizes: tuple[int, int, int]
-    first: tuple[int, ...]
+    sizes: tuple[int, ...]
     second: tuple[int, ...]
+    first: tuple[int, ...]
     target: tuple[int, ...]
-    is_fp32: bool
 
 
-def _call(a, b, out, transpose_a: bool, transpose_b: bool, batched: bool) -> _Call:
+def _call(a, b, out, transpose_a, transpose_b, alpha, beta, *, batched: bool) -> _Call:
     operands = (a.shape, a.strides, a.dtype, b.shape, b.strides, b.dtype)
-    how = (transpose_a, transpose_b, batched)
+    how = (transpose_a, transpose_b, alpha, beta, devices.current().tf32, batched)
     return _described(*operands, out.shape, out.strides, out.dtype, *how)
 
 
 @functools.lru_cache(maxsize=4096)  # an eager step asks for the same few products again and again
 def _described(*described) -> _Call:
-    (*operands, transpose_a, transpose_b, batched) = described
+    (*operands, transpose_a, transpose_b, alpha, beta, tf32, batched) = described
     a, b, out = (Layout(*operands[i : i + 3]) for i in (0, 3, 6))
     if not batched:
         a, b, out = (each.as_matrix() for each in (a, b, out))
@@ -196,10 +184,12 @@ def _described(*described) -> _Call:
     first, second = Arrangement(a, transpose_a), Arrangement(b, transpose_b)
     target = Arrangement(out, False)
     assert target.operation == 0, f"rows of the result must be contiguous, strides {out.strides}"
-    stored = ((each.type, each.leading, each.batch_stride) for each in (first, second, target))
-    places = (place if batched else place[:2] for place in stored)
-    operations, sizes = (second.operation, first.operation), (columns, rows, inner)
-    return _Call(operations, sizes, *places, is_fp32=a.dtype == float32)
+    stored = ((each.type, each.leading, each.batch_stride) for each in (second, first, target))
+    second_place, first_place, target_place = (p if batched else p[:2] for p in stored)
+    count = (out.shape[0],) if batched else ()
+    sizes = (second.operation, first.operation, columns, rows, inner, _scalar(alpha))
+    end = (*count, _compute_type(a.dtype == float32, tf32), DEFAULT_ALGORITHM)
+    return _Call(sizes, second_place, (*first_place, _scalar(beta)), (*target_place, *end))
 
 
 def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
@@ -212,28 +202,21 @@ def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
     return rows, columns, inner
 
 
-@functools.lru_cache(maxsize=256)
-def _host_scalar(value: float) -> tuple[np.ndarray, int]:
-    array = np.array([value], np.float32)
-    return array, array.ctypes.data
+@functools.cache
+def _host_scalar(value: float) -> np.ndarray:
+    return np.array([value], np.float32)
 
 
 def _scalar(value: float) -> int:
-    """The address of an fp32 host scalar; cuBLAS reads it during the call."""
-    return _host_scalar(float(value))[1]
+    """The address of an fp32 host scalar, there for good; cuBLAS reads it during the call."""
+    return _host_scalar(float(value)).ctypes.data
 
 
-def _compute_type(is_fp32: bool) -> int:
-    if not is_fp32:
-        return _number_of("COMPUTE_32F")
-    return _number_of("COMPUTE_32F_FAST_TF32" if devices.current().tf32 else "COMPUTE_32F_PEDANTIC")
-
-
-@functools.cache
-def _number_of(compute_type: str) -> int:
+def _compute_type(is_fp32: bool, tf32: bool) -> int:
     """As a plain integer, which costs each call a microsecond less than the enumeration's."""
     _, cublas = _bindings()
-    return int(cublas.ComputeType[compute_type])
+    rounding = "_FAST_TF32" if tf32 else "_PEDANTIC"
+    return int(cublas.ComputeType["COMPUTE_32F" + (rounding if is_fp32 else "")])
 
 
 class _Handle:

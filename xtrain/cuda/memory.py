@@ -14,6 +14,7 @@ import cupy
 from xtrain.errors import OutOfDeviceMemory
 
 GIB = 2.0**30
+WAITING_BYTES = 1 << 30  # freed by single arrays, before they go back to the driver together
 MEMORY_ALLOCATION_ERROR = 2  # cudaErrorMemoryAllocation
 
 
@@ -105,14 +106,53 @@ def lasting():
     return cupy.cuda.using_allocator(shared_pool().allocate)
 
 
-def allocate_unpooled(size: int):
-    """One request to the driver for every array: what a pool saves; for comparison only.
+class Unpooled:
+    """Every array asks the driver for its memory: what a pool saves; for comparison only.
 
-    Counted as a request; what is held so is in no pool and no peak.
+    What was freed waits until WAITING_BYTES of it do, and goes back together: the driver lets the
+    GPU finish its work before it takes memory back, so one at a time would leave the GPU idle
+    between any two ops. Requests are counted; what is held so is in no pool and no peak.
     """
-    account().allocations += 1
+
+    def __init__(self, account: Account):
+        self._account = account
+        self._sizes: dict[int, int] = {}  # of what is held, by address
+        self._waiting: list[int] = []  # addresses
+        self._waiting_bytes = 0
+        self.allocate = cupy.cuda.PythonFunctionAllocator(self._take, self._let_go).malloc
+
+    def release(self) -> None:
+        """Give what waits back to the driver."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        for address in waiting:
+            cupy.cuda.runtime.free(address)
+
+    def _take(self, size: int, device: int) -> int:
+        self._account.allocations += 1
+        try:
+            address = _from_driver(size)
+        except OutOfDeviceMemory:
+            self.release()
+            address = _from_driver(size)
+        self._sizes[address] = size
+        return address
+
+    def _let_go(self, address: int, device: int) -> None:
+        self._waiting.append(address)
+        self._waiting_bytes += self._sizes.pop(address)
+        if self._waiting_bytes > WAITING_BYTES:
+            self.release()
+
+
+@functools.cache
+def unpooled() -> Unpooled:
+    """The process's requests of single arrays."""
+    return Unpooled(account())
+
+
+def _from_driver(size: int) -> int:
     try:
-        return cupy.cuda.memory._malloc(size)
+        return cupy.cuda.runtime.malloc(size)
     except cupy.cuda.runtime.CUDARuntimeError as problem:
         if problem.status != MEMORY_ALLOCATION_ERROR:
             raise

@@ -163,11 +163,14 @@ class Op:
         outputs = y if several else (y,)
         back = _backward_of(self, chosen, here, inputs, outputs, saved, attrs)
         node = Node(self.name, inputs, len(outputs), back)
-        tensors = [
-            Tensor(out, requires_grad=out.dtype in FLOATS, node=node, index=k)
-            for k, out in enumerate(outputs)
-        ]
-        return tuple(tensors) if several else tensors[0]
+        if not several:
+            return Tensor(y, requires_grad=y.dtype in FLOATS, node=node)
+        return tuple(
+            [
+                Tensor(out, requires_grad=out.dtype in FLOATS, node=node, index=k)
+                for k, out in enumerate(outputs)
+            ]
+        )
 
 
 def _backward_of(op, chosen, here, inputs, outputs, saved, attrs) -> Callable:
