@@ -1,7 +1,7 @@
 """The training step of a run at its full size, on random words: for gates of memory and of speed.
 
     learner = build(run)
-    step = training_step(run, learner)      its batch is loaded
+    step = loaded_step(run, learner)        its batch is there
     three_steps(run, learner)               two eager steps and, where steps are captured, a replay
 
 Only the words are made up: model, optimizer and step are those that the run trains with.
@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from xtrain.config import RunConfig, resolve_features
-from xtrain.learner import Learner
-from xtrain.train.objectives import next_token
+from xtrain.learner import Learner, training_step
 from xtrain.train.step import TrainingStep
 
 
@@ -23,23 +22,16 @@ def on(device: str, run: RunConfig, **features) -> RunConfig:
     return replace(run, features=resolve_features(run, device))
 
 
-def training_step(run: RunConfig, learner: Learner) -> TrainingStep:
+def loaded_step(run: RunConfig, learner: Learner) -> TrainingStep:
     """The run's step, with a batch; device and features of the run are resolved."""
-    step = TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=run.seed,
-        device=learner.device,
-        dropout=run.train.dropout,
-    )
+    step = training_step(run, learner)
     step.load(_batch(run), 0, run.optim.lr)
     return step
 
 
 def three_steps(run: RunConfig, learner: Learner) -> TrainingStep:
     """The run's step after three: a captured one replays from the third on."""
-    step = training_step(run, learner)
+    step = loaded_step(run, learner)
     for number in range(3):
         step.load(_batch(run), number, run.optim.lr)
         step.run()

@@ -27,11 +27,9 @@ from xtrain.data.dataset import prepare
 from xtrain.engine import device as devices
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.params import FlatBuffers
-from xtrain.learner import Learner, build, eval_windows, measure, training_windows
+from xtrain.learner import build, eval_windows, measure, training_step, training_windows
 from xtrain.train.config import OptimConfig, TrainConfig
-from xtrain.train.objectives import next_token
 from xtrain.train.optimizer import AdamW, learning_rate
-from xtrain.train.step import TrainingStep
 
 STEPS, LAST = 300, 20
 PRECISIONS = ("fp32", "bf16")
@@ -112,7 +110,7 @@ def _trained(run: RunConfig, precision: str, source, held_out, start=None) -> Tr
         buffers.master[...] = here.array(start)
         buffers.refresh_copy()
     start = here.host(buffers.master).copy()
-    step = _step(run, learner)
+    step = training_step(run, learner)
     losses = []
     for number in range(STEPS):
         step.load(source.batch(number), number, learning_rate(run.optim, number, STEPS))
@@ -124,17 +122,6 @@ def _trained(run: RunConfig, precision: str, source, held_out, start=None) -> Tr
         np.array(losses),
         measure(run, learner, held_out).loss,
         _movement(buffers, here),
-    )
-
-
-def _step(run: RunConfig, learner: Learner) -> TrainingStep:
-    return TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=run.seed,
-        device=learner.device,
-        dropout=run.train.dropout,
     )
 
 

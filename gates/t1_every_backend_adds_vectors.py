@@ -7,21 +7,16 @@ Reads   Nothing.
 Needs   A CPU; the last three values one CUDA device. About 4 seconds.
 """
 
-import contextlib
-import json
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import numba
 import numpy as np
 
-from gates.child import last_line, run_python
+from gates.child import run_python
 from gates.gate import Defect, Gate
-
-if TYPE_CHECKING:
-    import xtrain.cuda.simulate  # noqa: F401  run in a child: its code is part of the fingerprint
+from gates.simulated import simulated, spoilt
 
 N = 1_003  # no multiple of any block size
 
@@ -40,10 +35,7 @@ def on_cpu(device: str) -> dict[str, float]:
 
 
 def in_simulator(device: str) -> dict[str, float]:
-    result = run_python("-m", "xtrain.cuda.simulate", "vector_add", NUMBA_ENABLE_CUDASIM="1")
-    if result.returncode:
-        raise RuntimeError(f"the simulator failed: {last_line(result.stderr)}")
-    return {"vector_add_simulator": float(json.loads(result.stdout)["differing"])}
+    return {"vector_add_simulator": float(simulated("vector_add")["differing"])}
 
 
 def on_gpu(device: str) -> dict[str, float]:
@@ -98,22 +90,8 @@ def _chatters_before_the_line():
     return mock.patch.dict("os.environ", PYTHONPROFILEIMPORTTIME="1")
 
 
-@contextlib.contextmanager
 def _another_program_in_the_simulator():
-    """The simulator computes c = a instead of c = a + b."""
-    code = (
-        "import numpy as np\n"
-        "from xtrain.cuda import simulate\n"
-        "simulate.vector_add.add = lambda xp, a, b: a.copy()\n"
-        "raise SystemExit(simulate.main(['vector_add']))\n"
-    )
-    run = run_python
-
-    def run_wrong(*arguments, **options):
-        return run("-c", code, **options)
-
-    with mock.patch.dict(globals(), run_python=run_wrong):
-        yield
+    return spoilt("simulate.vector_add.add = lambda xp, a, b: a.copy()")
 
 
 GATE = Gate(

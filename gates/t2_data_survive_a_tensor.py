@@ -210,6 +210,18 @@ def _forgets_the_offset_of_a_view():
     return mock.patch.object(FlatBuffers, "view", view)
 
 
+def _sums_by_way_of_a_mean():
+    """The sum is the mean times the number of elements: of none it is NaN."""
+    total = ops.total
+
+    def by_mean(x):
+        count = np.float32(x.data.size)
+        with np.errstate(invalid="ignore"):
+            return ops.scale(total(x), factor=float(count / count))
+
+    return mock.patch.object(ops, "total", by_mean)
+
+
 GATE = Gate(
     "T2",
     "Tensor",
@@ -217,6 +229,7 @@ GATE = Gate(
     defects=(
         Defect("NaN payloads", "roundtrip_mismatches_fp32", round_trips, _makes_all_nans_equal),
         Defect("half", "roundtrip_mismatches_bf16", round_trips, _goes_through_half_precision),
+        Defect("sum of none", "zero_size_mismatches", zero_size, _sums_by_way_of_a_mean),
         Defect("strides", "noncontiguous_mismatches", noncontiguous, _ignores_strides),
         Defect("offsets", "views_mismatches", views, _forgets_the_offset_of_a_view),
     ),

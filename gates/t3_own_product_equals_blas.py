@@ -8,21 +8,16 @@ Needs   A CPU; gemm_cuda_rel_error one CUDA device. About 5 seconds.
 """
 
 import dataclasses
-import json
-from typing import TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
 
-from gates.child import last_line, run_python
 from gates.gate import Defect, Gate
+from gates.simulated import simulated, spoilt
 from xtrain.engine import device as devices
 from xtrain.engine.ops.linear import linear, matmul
 from xtrain.engine.tensor import Tensor, backward
 from xtrain.engine.testing import gradient_error, relative_error
-
-if TYPE_CHECKING:
-    import xtrain.cuda.simulate  # noqa: F401  run in a child: its code is part of the fingerprint
 
 # (M, K, N): one element, less than a tile, exact tiles, one past them, one long sum.
 SHAPES = ((1, 1, 1), (5, 3, 7), (64, 64, 64), (65, 129, 33), (3, 1_000, 17), (130, 66, 257))
@@ -57,10 +52,7 @@ def _worst_of_all(here) -> float:
 
 def in_simulator(device: str) -> dict[str, float]:
     """The CUDA kernel against float64, one thread after the other."""
-    result = run_python("-m", "xtrain.cuda.simulate", "matmul", NUMBA_ENABLE_CUDASIM="1")
-    if result.returncode:
-        raise RuntimeError(f"the simulator failed: {last_line(result.stderr)}")
-    return {"gemm_simulator_rel_error": json.loads(result.stdout)["error"]}
+    return {"gemm_simulator_rel_error": simulated("matmul")["error"]}
 
 
 def derivatives(device: str) -> dict[str, float]:
@@ -132,12 +124,28 @@ def _drops_a_transpose_in_backward():
     return mock.patch.object(matmul, "reference", reference)
 
 
+def _the_kernel_forgets_the_last_slab():
+    """In the simulator the sum ends with the last whole slab."""
+    return spoilt(
+        "multiply = simulate.matmul.multiply\n"
+        "def short(xp, a, b, *, transpose_a=False, transpose_b=False):\n"
+        "    K = (a.shape[0] if transpose_a else a.shape[1]) // 16 * 16\n"
+        "    a = a[:K].copy() if transpose_a else a[:, :K].copy()\n"
+        "    b = b[:, :K].copy() if transpose_b else b[:K].copy()\n"
+        "    return multiply(xp, a, b, transpose_a=transpose_a, transpose_b=transpose_b)\n"
+        "simulate.matmul.multiply = short"
+    )
+
+
 GATE = Gate(
     "T3",
     "Tiled GEMM",
     measures=(on_devices, in_simulator, derivatives),
     defects=(
         Defect("ragged sum", "gemm_cpu_rel_error", on_devices, _forgets_the_rest_of_the_sum),
+        Defect(
+            "last slab", "gemm_simulator_rel_error", in_simulator, _the_kernel_forgets_the_last_slab
+        ),
         Defect("gradient", "gemm_backward_fd_error", derivatives, _drops_a_transpose_in_backward),
     ),
 )

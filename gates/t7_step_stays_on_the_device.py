@@ -23,7 +23,7 @@ import numpy as np
 from gates import paired, tiny_run
 from gates.gate import Defect, Gate, NotMeasured
 from gates.peak import differing_bits
-from gates.real_step import training_step
+from gates.real_step import loaded_step
 from xtrain.config import Features
 from xtrain.engine import device as devices
 from xtrain.engine import ops
@@ -146,7 +146,7 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
         return {}
     run = paired.as_of("t7", "v0", device)
     learner = build(run)
-    step = training_step(run, learner)
+    step = loaded_step(run, learner)
     ways = {name: paired.Way(step.run, each) for name, each in _switched(run.features).items()}
     names = {
         "library_gemm_speedup": "tiled",

@@ -13,12 +13,10 @@ from xtrain.data.dataset import Prepared
 from xtrain.data.imported_tokenizer import load_tokenizer
 from xtrain.engine.device import Device
 from xtrain.infer.generate import generate
-from xtrain.learner import Learner, eval_windows, measure, training_windows
+from xtrain.learner import Learner, eval_windows, measure, training_step, training_windows
 from xtrain.track import RunDir, read_metrics
 from xtrain.train import checkpoint, loop
 from xtrain.train.evaluate import Evaluation
-from xtrain.train.objectives import next_token
-from xtrain.train.step import TrainingStep
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 50
@@ -29,14 +27,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
 
     Raises Interrupted after a signal, with a complete checkpoint saved.
     """
-    step = TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=run.seed,
-        device=learner.device,
-        dropout=run.train.dropout,
-    )
+    step = training_step(run, learner)
     held_out = eval_windows(run, prepared)
     facts = {"run": run.name, "config": config_fingerprint(run), "data": prepared.fingerprint}
     losses = {r["step"]: r["loss"] for r in read_records(out, "eval")}

@@ -24,7 +24,7 @@ from xtrain.models.config import Qwen3Config
 
 VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
 # What exists at once in the chunked loss: tokens on a CPU, bytes of fp32 logits on a GPU.
-LOSS_TOKENS, LOSS_BYTES = 64, 1 << 30
+LOSS_TOKENS, LOSS_BYTES = 128, 1 << 30
 QUERY_BLOCKS, LEAST_QUERIES = 4, 128  # of composed attention on a GPU
 # Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
 # where no rate was measured, FLOP a second.

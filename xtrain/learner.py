@@ -12,7 +12,9 @@ from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
 from xtrain.models.qwen3 import Qwen3
 from xtrain.train.evaluate import Evaluation, evaluate
+from xtrain.train.objectives import next_token
 from xtrain.train.optimizer import AdamW
+from xtrain.train.step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,18 @@ def build(run: RunConfig, *, initialize: bool = True) -> Learner:
     if initialize:
         buffers.initialize(run.seed, device)
     return Learner(model, buffers, AdamW(buffers, run.optim, device), device)
+
+
+def training_step(run: RunConfig, learner: Learner) -> TrainingStep:
+    """The step that pretraining repeats: next-token, with the run's seed and dropout."""
+    return TrainingStep(
+        learner.model,
+        learner.optimizer,
+        next_token,
+        seed=run.seed,
+        device=learner.device,
+        dropout=run.train.dropout,
+    )
 
 
 def configure(device: Device, features: Features) -> None:

@@ -28,7 +28,7 @@ from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, exp2_tile, multiply_
 from xtrain.engine.ops import cross_entropy as op
 from xtrain.engine.tensor import SEED
 
-GROUP = 64  # tokens; larger means less traffic of dweight, smaller a smaller E
+GROUP = 128  # tokens; larger means less traffic of dweight, smaller a smaller E
 CHUNK = 64  # words whose E is used again while in cache
 PARTS = 32  # of the vocabulary, shared by threads
 SLACK = np.float32(24)  # bits that a logit may exceed the shift by before the shift is raised
