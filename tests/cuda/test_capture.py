@@ -152,6 +152,41 @@ def test_a_full_memory_is_one_line_that_says_what_would_fit(device):
     assert "\n" not in str(raised.value) and "train.accumulation" in str(raised.value)
 
 
+@pytest.fixture
+def unpooled(device, monkeypatch):
+    """A device without a pool, on which three quarters of a GiB may wait to go back."""
+    from xtrain.cuda import memory
+
+    monkeypatch.setattr(memory, "WAITING_BYTES", 3 << 28)
+    device.restart_peak()
+    device.use_pool(False)
+    yield device
+    device.use_pool(True)
+
+
+def test_without_a_pool_freed_memory_waits_and_goes_back_together(unpooled):
+    def free_gib() -> float:
+        return unpooled.xp.cuda.Device().mem_info[0] / 2**30
+
+    before = free_gib()
+    one, other = (unpooled.xp.zeros(1 << 29, np.uint8) for _ in range(2))  # half a GiB each
+    del one
+    assert before - free_gib() > 0.9
+    del other
+    assert before - free_gib() < 0.1
+
+
+def test_without_a_pool_what_waits_goes_back_before_memory_counts_as_full(unpooled, monkeypatch):
+    from xtrain.cuda import memory
+
+    monkeypatch.setattr(memory, "WAITING_BYTES", 1 << 60)
+    most = unpooled.xp.cuda.Device().mem_info[0] * 3 // 4
+    unpooled.xp.empty(most, np.uint8)  # waits at once
+    unpooled.xp.empty(most, np.uint8)
+    with pytest.raises(OutOfDeviceMemory):
+        unpooled.xp.empty(1 << 46, np.uint8)
+
+
 def test_waiting_inside_a_step_and_capturing_it_exclude_each_other(device):
     device.op_sync = True
     with pytest.raises(UsageError, match=r"features\.op_sync"):

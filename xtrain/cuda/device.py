@@ -126,8 +126,7 @@ class CudaDevice(Device):
         """Give unused memory back to the driver and count the peak anew."""
         gc.collect()  # a training step and its captured form refer to each other
         self.synchronize()
-        memory.shared_pool().release()
-        memory.unpooled().release()
+        memory.release_unused()
         memory.account().restart_peak()
 
 

@@ -73,8 +73,8 @@ class Pool:
         try:
             return self._pool.malloc(size)
         except cupy.cuda.memory.OutOfMemoryError:
-            # What evaluation left lies unused there. Pools of captured steps are in use by replays.
-            shared_pool().release()
+            # What evaluation left lies unused. Pools of captured steps are in use by replays.
+            release_unused()
         try:
             return self._pool.malloc(size)
         except cupy.cuda.memory.OutOfMemoryError:
@@ -148,6 +148,12 @@ class Unpooled:
 def unpooled() -> Unpooled:
     """The process's requests of single arrays."""
     return Unpooled(account())
+
+
+def release_unused() -> None:
+    """Give back to the driver what no array uses, but for the pools of captured steps."""
+    shared_pool().release()
+    unpooled().release()
 
 
 def _from_driver(size: int) -> int:
