@@ -157,7 +157,7 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
     declined = paired.busy(learner.device)
     if declined:
         return dict.fromkeys(names, declined)
-    times = paired.seconds(learner.device, ways, rounds=5, steps=2)
+    times = paired.seconds(learner.device, ways, rounds=9, steps=2)
     return {name: paired.ratio(times, off, "all on") for name, off in names.items()}
 
 

@@ -45,7 +45,9 @@ def are_aligned(row_elements: int, *arrays) -> bool:
     for a in arrays:  # asked at every launch: a generator would take twice as long
         if a is None:
             continue
-        if row_elements % width_of(a.dtype) or not (SIMULATED or a.data.ptr % WORD_BYTES == 0):
+        if row_elements * a.itemsize % WORD_BYTES or not (
+            SIMULATED or a.data.ptr % WORD_BYTES == 0
+        ):
             return False
     return True
 

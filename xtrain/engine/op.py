@@ -22,6 +22,7 @@ checks for every sample of every op in `OPS`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from xtrain.engine import device
 from xtrain.engine.dtype import FLOATS, bfloat16, float64
@@ -161,7 +162,8 @@ class Op:
         if not (wanted and is_recording()):
             return tuple(map(Tensor, y)) if several else Tensor(y)
         outputs = y if several else (y,)
-        back = _backward_of(self, chosen, here, inputs, outputs, saved, attrs)
+        like = [(out.shape, out.dtype) for out in outputs]
+        back = partial(_run_backward, self, chosen, here, inputs, like, saved, attrs)
         node = Node(self.name, inputs, len(outputs), back)
         if not several:
             return Tensor(y, requires_grad=y.dtype in FLOATS, node=node)
@@ -173,25 +175,21 @@ class Op:
         )
 
 
-def _backward_of(op, chosen, here, inputs, outputs, saved, attrs) -> Callable:
-    like = [(out.shape, out.dtype) for out in outputs]
+def _run_backward(op, chosen, here, inputs, like, saved, attrs, gradients: list) -> tuple:
+    """Gradients of the inputs from those of the outputs, whose shapes and dtypes are `like`."""
     xp = here.xp
-
-    def run_backward(gradients: list) -> tuple:
-        for k, gradient in enumerate(gradients):
-            if gradient is None or gradient is SEED:
-                gradients[k] = _materialize(xp, gradient, *like[k], keep_seed=op.sees_seed)
-        dy = tuple(gradients) if len(gradients) > 1 else gradients[0]
-        if chosen.accumulates:
-            into = tuple([_buffer(inputs[i]) for i in chosen.accumulates])
-            found = chosen.backward(xp, dy, saved, into=into, **attrs)
-        else:
-            found = chosen.backward(xp, dy, saved, **attrs)
-        if here.op_sync:
-            here.synchronize()
-        return found
-
-    return run_backward
+    for k, gradient in enumerate(gradients):
+        if gradient is None or gradient is SEED:
+            gradients[k] = _materialize(xp, gradient, *like[k], keep_seed=op.sees_seed)
+    dy = gradients[0] if len(gradients) == 1 else tuple(gradients)
+    if chosen.accumulates:
+        into = tuple([_buffer(inputs[i]) for i in chosen.accumulates])
+        found = chosen.backward(xp, dy, saved, into=into, **attrs)
+    else:
+        found = chosen.backward(xp, dy, saved, **attrs)
+    if here.op_sync:
+        here.synchronize()
+    return found
 
 
 def _buffer(leaf):

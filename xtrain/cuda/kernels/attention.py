@@ -47,13 +47,13 @@ def forward(xp, q, k, v, starts, offsets):
         kept = p if len(blocks) == 1 else None
         del p
     y = y.reshape(q.shape) if direct else _token_major(xp, y, q.shape, problem.kv_heads)
-    return y, (q, k, v, starts, offsets, kept)
+    return y, (problem, q, k, v, kept)
 
 
 def backward(xp, dy, saved):
     """See `xtrain.engine.ops.attention`."""
-    q, k, v, starts, offsets, kept = saved
-    problem = _Problem(q, k, starts, offsets)
+    problem, q, k, v, kept = saved
+    starts, offsets = problem.starts, problem.offsets
     keys, values = _by_head(xp, k), _by_head(xp, v)
     rows, drows = (_query_major(xp, array, problem.kv_heads) for array in (q, dy))
     dq = xp.empty(rows.shape, rows.dtype)
@@ -76,8 +76,10 @@ def backward(xp, dy, saved):
         gemm_batched(ds, _cut(keys, block.seen), _cut(dq, block.rows), **scaled)
         gemm_batched(ds, _cut(rows, block.rows), seen_dk, transpose_a=True, beta=beta, **scaled)
         del p, dp, ds
-    dk, dv = (d.reshape(k.shape).astype(k.dtype, copy=False) for d in (dk, dv))
-    return _head_major(xp, dq, q.shape, problem.kv_heads), dk, dv, None, None
+    if sum_dtype != k.dtype:
+        dk, dv = dk.astype(k.dtype), dv.astype(k.dtype)
+    dq = _head_major(xp, dq, q.shape, problem.kv_heads)
+    return dq, dk.reshape(k.shape), dv.reshape(k.shape), None, None
 
 
 class _Block:
