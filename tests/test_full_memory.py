@@ -8,6 +8,7 @@ import pytest
 from pipelines import pretrain
 from pipelines.__main__ import _guarded, main
 from pipelines.run import resolve, saying_what_would_fit
+from xtrain import learner
 from xtrain.config import compose, load_run
 from xtrain.engine import device
 from xtrain.errors import OutOfDeviceMemory, UsageError
@@ -61,7 +62,7 @@ def test_a_run_whose_memory_was_full_is_failed_and_goes_on_later(tmp_path, monke
         return next_token(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pretrain, "next_token", is_full_at_the_eighth_step)
+        patched.setattr(learner, "next_token", is_full_at_the_eighth_step)
         assert main(command) == 1
     (failed,) = all_runs(tmp_path / "outputs", "tiny", "pretrain")
     assert failed.manifest["status"] == "FAILED"
