@@ -176,6 +176,15 @@ def test_without_a_pool_freed_memory_waits_and_goes_back_together(unpooled):
     assert before - free_gib() < 0.1
 
 
+def test_without_a_pool_memory_in_a_reference_cycle_goes_back_too(unpooled):
+    before = unpooled.xp.cuda.Device().mem_info[0]
+    cycle = [unpooled.xp.zeros(1 << 30, np.uint8)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert before - unpooled.xp.cuda.Device().mem_info[0] < 1 << 28
+
+
 def test_without_a_pool_what_waits_goes_back_before_memory_counts_as_full(unpooled, monkeypatch):
     from xtrain.cuda import memory
 

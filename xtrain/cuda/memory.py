@@ -6,6 +6,7 @@ was captured with, which therefore must never be handed to anybody else.
 """
 
 import functools
+import sys
 import weakref
 from dataclasses import dataclass
 
@@ -116,10 +117,20 @@ class Unpooled:
 
     def __init__(self, account: Account):
         self._account = account
-        self._sizes: dict[int, int] = {}  # of what is held, by address
         self._waiting: list[int] = []  # addresses
         self._waiting_bytes = 0
-        self.allocate = cupy.cuda.PythonFunctionAllocator(self._take, self._let_go).malloc
+
+    def allocate(self, size: int):
+        """Memory of `size` bytes, a CuPy allocator; raises OutOfDeviceMemory when there is none."""
+        self._account.allocations += 1
+        try:
+            address = _from_driver(size)
+        except OutOfDeviceMemory:
+            self.release()
+            address = _from_driver(size)
+        owner, device = _Owner(self, address, size), cupy.cuda.runtime.getDevice()
+        memory = cupy.cuda.UnownedMemory(address, size, owner, device)
+        return cupy.cuda.MemoryPointer(memory, 0)
 
     def release(self) -> None:
         """Give what waits back to the driver."""
@@ -127,21 +138,29 @@ class Unpooled:
         for address in waiting:
             cupy.cuda.runtime.free(address)
 
-    def _take(self, size: int, device: int) -> int:
-        self._account.allocations += 1
-        try:
-            address = _from_driver(size)
-        except OutOfDeviceMemory:
-            self.release()
-            address = _from_driver(size)
-        self._sizes[address] = size
-        return address
-
-    def _let_go(self, address: int, device: int) -> None:
+    def let_go(self, address: int, size: int) -> None:
+        """Nobody uses the memory any more."""
         self._waiting.append(address)
-        self._waiting_bytes += self._sizes.pop(address)
+        self._waiting_bytes += size
         if self._waiting_bytes > WAITING_BYTES:
             self.release()
+
+
+class _Owner:
+    """Whose end is the end of an array's memory.
+
+    A class with `__del__`, because that runs whole also for an array in a reference cycle, where
+    CuPy's own allocators of Python functions have lost their functions when they are to free.
+    """
+
+    __slots__ = ("address", "size", "source")
+
+    def __init__(self, source: Unpooled, address: int, size: int):
+        self.source, self.address, self.size = source, address, size
+
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        if not is_finalizing():  # then the driver takes all of it back
+            self.source.let_go(self.address, self.size)
 
 
 @functools.cache
