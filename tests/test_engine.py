@@ -1,5 +1,7 @@
 """Tensor, tape, host-read guard, recomputation, and what a loss may be used for."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -165,6 +167,11 @@ def test_two_backward_passes_give_identical_bits():
 def test_an_op_names_the_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"linear: .*\(2, 3\).*\(5, 4\)"):
         ops.linear(leaf(np.ones((2, 3))), leaf(np.ones((5, 4))))
+
+
+def test_a_new_thread_computes_on_the_cpu_until_it_chooses_a_device():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(device.current).result().name == "cpu"
 
 
 # Host-read guard
