@@ -15,8 +15,8 @@ from xtrain.config import gate_checks
 FILES = {name: file for name, file in find_gates().items() if not file.is_of_run}
 GATES = {name: file.load() for name, file in FILES.items()}
 CHECKS = {name: {c.name: c for c in gate_checks(name)[0]} for name in GATES}
-# Measures without a defect of their own. Of T1 and T2: they repeat on a GPU what another claims,
-# and a CPU must be able to prove these gates. Of T6 and E1: a shorter one of the same check has.
+# Measures without a defect of their own. Of T1 and T2: a CPU must be able to prove these gates, so
+# test_gates_on_a_stand_in.py shows that they can fail. Of T6 and E1: a shorter one has it.
 UNPROVEN = {
     "t1": {"on_gpu"},
     "t2": {"beyond"},

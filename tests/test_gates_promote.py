@@ -96,7 +96,7 @@ def test_a_run_without_a_check_for_its_device_class_is_refused(tmp_path):
 
 def test_a_waived_phase_does_not_refuse_and_is_named(tmp_path):
     ledger = Ledger(tmp_path / "outputs" / "ledger.jsonl")
-    waiver = ledger.waive("t6", who="Ada", why="flaky disk", until=date(9999, 1, 1))
+    waiver = ledger.waive("t6", who="Ada", why="no GPU until May", until=date(9999, 1, 1))
     promotion = decide(tmp_path, requires={"T6": Standing("T6", "cpu", "FAIL")})
     assert promotion.promoted and "waived by Ada" in promotion.notes[0]
     assert last_entry(tmp_path)["waivers"] == [waiver["hash"]]
@@ -104,8 +104,16 @@ def test_a_waived_phase_does_not_refuse_and_is_named(tmp_path):
 
 def test_an_expired_waiver_refuses(tmp_path):
     ledger = Ledger(tmp_path / "outputs" / "ledger.jsonl")
-    ledger.waive("T6", who="Ada", why="flaky disk", until=date(2000, 1, 1))
-    assert not decide(tmp_path, requires={"T6": Standing("T6", "cpu", "FAIL")}).promoted
+    ledger.waive("T6", who="Ada", why="no GPU until May", until=date(2000, 1, 1))
+    promotion = decide(tmp_path, requires={"T6": Standing("T6", "cpu", "FAIL")})
+    assert not promotion.promoted and "T6" in promotion.reasons[0]
+
+
+def test_a_waiver_of_another_phase_refuses(tmp_path):
+    ledger = Ledger(tmp_path / "outputs" / "ledger.jsonl")
+    ledger.waive("T5", who="Ada", why="no GPU until May", until=date(9999, 1, 1))
+    promotion = decide(tmp_path, requires={"T6": Standing("T6", "cpu", "FAIL")})
+    assert not promotion.promoted and "T6" in promotion.reasons[0]
 
 
 def test_a_tampered_ledger_refuses(tmp_path):
