@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks import floor
 from benchmarks.result import Contender, Result, interleave, paired_ratio, versions
-from xtrain.confdir import choices, conf_dir
+from xtrain.config.files import choices, conf_dir
 from xtrain.engine import device as devices
 from xtrain.engine import rng
 from xtrain.engine.params import FlatBuffers
@@ -22,7 +22,7 @@ from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.qwen3 import Qwen3
 from xtrain.train.config import OptimConfig
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
 
@@ -226,7 +226,7 @@ def device_name(device) -> str:
     """The device in words, as a figure is quoted with it."""
     if device.name == "cuda":
         return device.description
-    from xtrain.machine import system_facts
+    from xtrain.track.machine import system_facts
 
     facts = system_facts()
     return f"{facts['processor']}, {facts['cores']} cores"

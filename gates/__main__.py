@@ -13,10 +13,10 @@ from xtrain.errors import UsageError
 
 
 def main(arguments: list[str] | None = None, **places: object) -> int:
-    """Run the command line; return its exit code. places: see `gates.command.run`."""
+    """Run the command line; return its exit code. places: see `gates.judging.command.run`."""
     options = _parser().parse_args(arguments)
     try:
-        from gates import command
+        from gates.judging import command
 
         return command.run(options, **places)
     except UsageError as error:

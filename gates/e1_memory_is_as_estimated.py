@@ -14,16 +14,16 @@ import sys
 from dataclasses import replace
 from unittest import mock
 
-from gates.gate import Defect, Explained, Gate, NotMeasured
-from gates.peak import peak_bytes
-from gates.real_step import on, three_steps
+from gates.instruments.peak import peak_bytes
+from gates.instruments.real_step import on, three_steps
+from gates.judging.gate import Defect, Explained, Gate, NotMeasured
 from gates.trained_run import composed
-from xtrain import estimate
-from xtrain.confdir import choices
-from xtrain.config import RunConfig
+from xtrain.assemble import estimate
+from xtrain.assemble.learner import Learner, build
+from xtrain.config.files import choices
+from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
 from xtrain.errors import UsageError
-from xtrain.learner import Learner, build
 from xtrain.train.step import TrainingStep
 
 MEASURED = tuple(f"v{number}" for number in range(1, 13))

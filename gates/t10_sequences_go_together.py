@@ -15,14 +15,14 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.train_step import Work
-from gates import paired, tiny_run
-from gates.gate import Defect, Gate, NotMeasured
+from gates.instruments import paired, tiny_run
+from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.tensor import Tensor
 from xtrain.engine.testing import relative_error
 from xtrain.models.qwen3 import Qwen3
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 
 ROWS, TOKENS = 5, 37
 SEQ = 256

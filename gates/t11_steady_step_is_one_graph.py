@@ -21,10 +21,10 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.train_step import OurStep, Work
-from gates import paired, tiny_run
-from gates.gate import Defect, Gate, NotMeasured
-from gates.peak import differing_bits
-from xtrain.config import Features
+from gates.instruments import paired, tiny_run
+from gates.instruments.peak import differing_bits
+from gates.judging.gate import Defect, Gate, NotMeasured
+from xtrain.config.schema import Features
 from xtrain.engine import device as devices
 from xtrain.engine.tensor import HostReadError, Tensor
 from xtrain.train.optimizer import AdamW, learning_rate

@@ -19,15 +19,15 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.train_step import Work
-from gates import paired, tiny_run
-from gates.gate import Defect, Gate, NotMeasured
-from gates.peak import peak_bytes
-from xtrain.config import RunConfig
+from gates.instruments import paired, tiny_run
+from gates.instruments.peak import peak_bytes
+from gates.judging.gate import Defect, Gate, NotMeasured
+from xtrain.assemble.learner import build, eval_windows, measure, training_step, training_windows
+from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import prepare
 from xtrain.engine import device as devices
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.params import FlatBuffers
-from xtrain.learner import build, eval_windows, measure, training_step, training_windows
 from xtrain.train.config import OptimConfig, TrainConfig
 from xtrain.train.optimizer import AdamW, learning_rate
 

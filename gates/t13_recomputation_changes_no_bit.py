@@ -16,19 +16,19 @@ from unittest import mock
 
 import numpy as np
 
-from gates import tiny_run
-from gates.gate import Defect, Gate
-from gates.peak import differing_bits, peak_bytes
-from gates.real_step import on, three_steps
+from gates.instruments import tiny_run
+from gates.instruments.peak import differing_bits, peak_bytes
+from gates.instruments.real_step import on, three_steps
+from gates.judging.gate import Defect, Gate
 from gates.trained_run import composed
-from xtrain.config import RunConfig
+from xtrain.assemble.learner import build
+from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng
 from xtrain.engine import remat as remat_module
 from xtrain.engine.tensor import Tensor
-from xtrain.learner import build
 from xtrain.models import qwen3
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 from xtrain.train.step import TrainingStep
 
 MODES = ("mlp", "block")

@@ -14,10 +14,10 @@ from unittest import mock
 
 import numpy as np
 
-from gates.gate import Defect, Gate, NotMeasured
-from gates.golden.compare import can_ask, closed_loop, golden_greedy, golden_values
-from gates.golden.reference import MODELS
-from gates.peak import differing_bits
+from gates.instruments.golden.compare import can_ask, closed_loop, golden_greedy, golden_values
+from gates.instruments.golden.reference import MODELS
+from gates.instruments.peak import differing_bits
+from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 

@@ -15,16 +15,16 @@ from unittest import mock
 import numba
 import numpy as np
 
-from gates import tiny_run
-from gates.gate import Defect, Gate
-from gates.peak import differing_bits
+from gates.instruments import tiny_run
+from gates.instruments.peak import differing_bits
+from gates.judging.gate import Defect, Gate
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng
 from xtrain.engine.device import Device
 from xtrain.engine.ops.dropout import keep_mask
 from xtrain.engine.tensor import Tensor, no_tape
 from xtrain.models import qwen3
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 
 N = 1_000_003  # no multiple of the 4 elements of a Philox block
 RATES = (0.1, 0.5, 0.9)

@@ -20,10 +20,10 @@ from unittest import mock
 
 import numpy as np
 
-from gates.gate import Defect, Gate
+from gates.judging.gate import Defect, Gate
 from gates.trained_run import composed
-from xtrain import learner as learning
-from xtrain.config import resolve_features
+from xtrain.assemble import learner as learning
+from xtrain.config.rules import resolve_features
 from xtrain.data import dataset, eval_set
 from xtrain.data.eval_set import EvalSet, EvalSetConfig, compare, open_eval_set, read_eval_set
 from xtrain.errors import UsageError

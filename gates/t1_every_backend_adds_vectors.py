@@ -14,9 +14,9 @@ from unittest import mock
 import numba
 import numpy as np
 
-from gates.child import run_python
-from gates.gate import Defect, Gate
-from gates.simulated import simulated, spoilt
+from gates.instruments.child import run_python
+from gates.instruments.simulated import simulated, spoilt
+from gates.judging.gate import Defect, Gate
 
 N = 1_003  # no multiple of any block size
 
@@ -91,7 +91,7 @@ def _chatters_before_the_line():
 
 
 def _another_program_in_the_simulator():
-    return spoilt("simulate.vector_add.add = lambda xp, a, b: a.copy()")
+    return spoilt("simulated_kernels.vector_add.add = lambda xp, a, b: a.copy()")
 
 
 GATE = Gate(

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from gates.gate import Defect, Gate, NotMeasured
+from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.params import FlatBuffers, Parameter

@@ -12,8 +12,8 @@ from unittest import mock
 
 import numpy as np
 
-from gates.gate import Defect, Gate
-from gates.simulated import simulated, spoilt
+from gates.instruments.simulated import simulated, spoilt
+from gates.judging.gate import Defect, Gate
 from xtrain.engine import device as devices
 from xtrain.engine.ops.linear import linear, matmul
 from xtrain.engine.tensor import Tensor, backward
@@ -127,13 +127,13 @@ def _drops_a_transpose_in_backward():
 def _the_kernel_forgets_the_last_slab():
     """In the simulator the sum ends with the last whole slab."""
     return spoilt(
-        "multiply = simulate.matmul.multiply\n"
+        "multiply = simulated_kernels.matmul.multiply\n"
         "def short(xp, a, b, *, transpose_a=False, transpose_b=False):\n"
         "    K = (a.shape[0] if transpose_a else a.shape[1]) // 16 * 16\n"
         "    a = a[:K].copy() if transpose_a else a[:, :K].copy()\n"
         "    b = b[:, :K].copy() if transpose_b else b[:K].copy()\n"
         "    return multiply(xp, a, b, transpose_a=transpose_a, transpose_b=transpose_b)\n"
-        "simulate.matmul.multiply = short"
+        "simulated_kernels.matmul.multiply = short"
     )
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 import xtrain.engine.ops as ops
-from gates.gate import Defect, Gate
+from gates.judging.gate import Defect, Gate
 from xtrain.engine import device as devices
 from xtrain.engine.op import OPS
 from xtrain.engine.params import FlatBuffers, Parameter

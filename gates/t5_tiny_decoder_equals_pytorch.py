@@ -12,9 +12,9 @@ from unittest import mock
 
 import numpy as np
 
-from gates import tiny_run
-from gates.gate import Defect, Gate
-from gates.golden.compare import golden_values
+from gates.instruments import tiny_run
+from gates.instruments.golden.compare import golden_values
+from gates.judging.gate import Defect, Gate
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.train.config import OptimConfig

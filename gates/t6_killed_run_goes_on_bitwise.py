@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from gates import tiny_run
-from gates.child import last_line, run_python
-from gates.gate import Defect, Gate
-from gates.golden.compare import adamw_100_steps, golden_values
+from gates.instruments import tiny_run
+from gates.instruments.child import last_line, run_python
+from gates.instruments.golden.compare import adamw_100_steps, golden_values
+from gates.judging.gate import Defect, Gate
 from xtrain.data.packing import PackedWindows
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng, scalar
@@ -67,7 +67,7 @@ def same_seed(device: str) -> dict[str, float]:
 
 def _train(directory: Path, device: str, kill_at: int | None = None) -> None:
     options = [] if kill_at is None else ["--kill-at", str(kill_at)]
-    result = run_python("-m", "gates.tiny_run", directory, "--device", device, *options)
+    result = run_python("-m", "gates.instruments.tiny_run", directory, "--device", device, *options)
     if result.returncode != (0 if kill_at is None else -9):
         raise RuntimeError(f"training ended with {result.returncode}: {last_line(result.stderr)}")
 

@@ -20,16 +20,16 @@ from unittest import mock
 
 import numpy as np
 
-from gates import paired, tiny_run
-from gates.gate import Defect, Gate, NotMeasured
-from gates.peak import differing_bits
-from gates.real_step import loaded_step
-from xtrain.config import Features
+from gates.instruments import paired, tiny_run
+from gates.instruments.peak import differing_bits
+from gates.instruments.real_step import loaded_step
+from gates.judging.gate import Defect, Gate, NotMeasured
+from xtrain.assemble.learner import build
+from xtrain.config.schema import Features
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.dtype import bfloat16, float32, float64
 from xtrain.engine.params import FlatBuffers, Parameter
-from xtrain.learner import build
 from xtrain.train import loop
 from xtrain.train.config import OptimConfig
 from xtrain.train.optimizer import AdamW

@@ -18,9 +18,15 @@ from unittest import mock
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from gates.gate import Defect, Gate, NotMeasured
-from gates.golden.compare import can_ask, closed_loop, export_values, golden_greedy, imported
-from gates.golden.reference import MODELS
+from gates.instruments.golden.compare import (
+    can_ask,
+    closed_loop,
+    export_values,
+    golden_greedy,
+    imported,
+)
+from gates.instruments.golden.reference import MODELS
+from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.engine import ops
 from xtrain.engine.dtype import bfloat16
 from xtrain.models import hf, hf_import

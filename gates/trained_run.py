@@ -13,23 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from gates.gate import Defect, Explained, Gate, NotMeasured
-from xtrain.confdir import conf_dir
-from xtrain.config import (
-    RunConfig,
-    compose,
-    config_fingerprint,
-    load_run,
-    load_saved,
-    read_tree,
-    undeclared_differences,
-)
+from gates.judging.gate import Defect, Explained, Gate, NotMeasured
+from xtrain.assemble.estimate import count_parameters
+from xtrain.assemble.learner import build, eval_windows, measure
+from xtrain.config.compose import compose, load_run, load_saved, read_tree
+from xtrain.config.files import conf_dir
+from xtrain.config.identity import config_fingerprint, undeclared_differences
 from xtrain.config.rules import AXES
-from xtrain.data.dataset import prepare, unigram_entropy
+from xtrain.config.schema import RunConfig
+from xtrain.data.dataset import data_cache, prepare, unigram_entropy
 from xtrain.errors import UsageError
-from xtrain.estimate import count_parameters
-from xtrain.learner import build, eval_windows, measure
-from xtrain.track import all_runs, read_metrics
+from xtrain.track.run_dir import all_runs, read_metrics
 from xtrain.train import checkpoint
 
 PHASE = "pretrain"
@@ -48,11 +42,6 @@ ELSEWHERE = {
     "precision": {"optim": {"eps": 1.23e-6}},
     "infra": {"features": {"batched": False}},
 }
-
-
-def data_cache(out: Path) -> Path:
-    """Where prepared data of an outputs root live."""
-    return Path(out) / "data"
 
 
 def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeasured]:

@@ -41,12 +41,12 @@ def _main(argv: list[str]) -> int:
 
 
 def _execute(run, typed: list[str]) -> int:
-    from xtrain.config import check_features
-    from xtrain.estimate import describe
+    from xtrain.assemble.estimate import describe
+    from xtrain.config.rules import check_features
 
     if run.dry_run:
         if run.init_from is not None:
-            from pipelines.start import start_from
+            from xtrain.assemble.origin import start_from
 
             run, _ = start_from(run, typed)
         if run.device != "auto":
@@ -59,8 +59,7 @@ def _execute(run, typed: list[str]) -> int:
 
 
 def _load(app, overrides: list[str]):
-    from xtrain.config import load_run
-    from xtrain.config.compose import compose_with
+    from xtrain.config.compose import compose_with, load_run
 
     return load_run(compose_with(app, overrides))
 
@@ -95,7 +94,7 @@ def _launch_elsewhere(app, overrides: list[str]) -> int:
 def _launched(cfg) -> int:
     from hydra.core.hydra_config import HydraConfig
 
-    from xtrain.config import load_run
+    from xtrain.config.compose import load_run
 
     typed = list(HydraConfig.get().overrides.task)
     return _guarded(lambda: _execute(load_run(cfg), typed))

@@ -8,14 +8,14 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from gates.promote import register_owed
-from pipelines.start import Origin, adopt, find_origin, load_origin
-from xtrain.config import RunConfig
-from xtrain.data.imported_tokenizer import end_ids, load_tokenizer
+from xtrain.assemble.learner import Learner, build
+from xtrain.assemble.origin import Origin, adopt, find_origin, load_origin
+from xtrain.config.schema import RunConfig
+from xtrain.data.tokenizers.imported import end_ids, load_tokenizer
 from xtrain.errors import UsageError
 from xtrain.infer.generate import stream
-from xtrain.learner import Learner, build
-from xtrain.mlflow_store import sqlite_path, store_uri
+from xtrain.track.mlflow_store import sqlite_path, store_uri
+from xtrain.track.registry import register_owed
 
 UNFINISHED = "\ufffd"  # what bytes decode to that are the beginning of a character
 

@@ -11,18 +11,20 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gates.table import print_table
-from gates.trained_run import data_cache
+from gates.judging.table import print_table
 from pipelines.decode import fitted, trained_learner, trained_model
-from pipelines.start import Origin, check_vocabulary
-from xtrain.config import RunConfig, config_fingerprint, resolved_yaml
+from xtrain.assemble.learner import measure_on_set
+from xtrain.assemble.origin import Origin, check_vocabulary
+from xtrain.config.compose import resolved_yaml
+from xtrain.config.identity import config_fingerprint
+from xtrain.config.schema import RunConfig
+from xtrain.data.dataset import data_cache
 from xtrain.data.eval_set import compare, open_eval_set, require_same_set
-from xtrain.data.imported_tokenizer import load_tokenizer
+from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.errors import UsageError
-from xtrain.learner import measure_on_set
-from xtrain.machine import device_facts
-from xtrain.mirror import Mirror
-from xtrain.track import RunDir, open_run
+from xtrain.track.machine import device_facts
+from xtrain.track.mirror import Mirror
+from xtrain.track.run_dir import RunDir, open_run
 
 RESULT = "eval.json"
 COLUMNS = ("model", "loss", "std. error", "perplexity", "bits/byte", "std. error", "set")

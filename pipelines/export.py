@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xtrain.data.hf_tokenizer import write_hf_tokenizer
-from xtrain.data.imported_tokenizer import load_tokenizer
+from xtrain.data.tokenizers.hf_files import write_hf_tokenizer
+from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError

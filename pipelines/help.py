@@ -2,7 +2,7 @@
 
 import textwrap
 
-from xtrain.confdir import choices
+from xtrain.config.files import choices
 
 _HEAD = """\
 xtrain trains Qwen3-style language models, judges them, and promotes them or says why not.

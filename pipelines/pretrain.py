@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from pipelines.progress import Progress
-from xtrain.config import RunConfig, config_fingerprint
+from xtrain.assemble.learner import Learner, eval_windows, measure, training_step, training_windows
+from xtrain.config.identity import config_fingerprint
+from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import Prepared
-from xtrain.data.imported_tokenizer import load_tokenizer
+from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.engine.device import Device
 from xtrain.infer.generate import generate
-from xtrain.learner import Learner, eval_windows, measure, training_step, training_windows
-from xtrain.track import RunDir, read_metrics
+from xtrain.track.run_dir import RunDir, read_metrics
 from xtrain.train import checkpoint, loop
 from xtrain.train.evaluate import Evaluation
 

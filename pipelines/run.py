@@ -11,27 +11,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gates.promote import register_owed
-from gates.trained_run import data_cache
 from pipelines import pretrain, verdict
 from pipelines.prepare import prepare_data
 from pipelines.signals import watch_signals
-from pipelines.start import check_vocabulary, load_origin, start_from
-from xtrain.config import (
-    BOOKKEEPING,
-    RunConfig,
-    config_fingerprint,
-    resolve_features,
-    resolved_yaml,
-)
+from xtrain.assemble.estimate import describe, what_would_fit
+from xtrain.assemble.learner import build, eval_windows, training_windows
+from xtrain.assemble.origin import check_vocabulary, load_origin, start_from
+from xtrain.config.compose import resolved_yaml
+from xtrain.config.identity import BOOKKEEPING, config_fingerprint
+from xtrain.config.rules import resolve_features
+from xtrain.config.schema import RunConfig
+from xtrain.data.dataset import data_cache
 from xtrain.engine import device as devices
 from xtrain.errors import Interrupted, OutOfDeviceMemory, UsageError
-from xtrain.estimate import describe, what_would_fit
-from xtrain.learner import build, eval_windows, training_windows
-from xtrain.machine import device_facts
-from xtrain.mirror import Mirror, catch_up, reap_stale
-from xtrain.resume import choose_run, continue_run
-from xtrain.track import RunDir, load_run, open_run
+from xtrain.track.machine import device_facts
+from xtrain.track.mirror import Mirror, catch_up, reap_stale
+from xtrain.track.registry import register_owed
+from xtrain.track.resume import choose_run, continue_run
+from xtrain.track.run_dir import RunDir, load_run, open_run
 from xtrain.train import checkpoint
 
 

@@ -3,23 +3,24 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from gates.find import choose_gates, find_gates
-from gates.fingerprint import code_fingerprint
-from gates.judge import PASS, judge, verdict_on
-from gates.ledger import Ledger, check_record, verdict_entry
-from gates.measure import Bench, Standing, settle
-from gates.promote import promote_or_refuse
-from gates.table import CHECK_COLUMNS, check_rows, print_table
+from gates.judging.find import choose_gates, find_gates
+from gates.judging.fingerprint import code_fingerprint
+from gates.judging.judge import PASS, judge, verdict_on
+from gates.judging.ledger import Ledger, check_record, verdict_entry
+from gates.judging.measure import Bench, Standing, settle
+from gates.judging.promote import promote_or_refuse
+from gates.judging.table import CHECK_COLUMNS, check_rows, print_table
 from gates.trained_run import PHASE as PROMOTING
 from gates.trained_run import fingerprints, measure_run
 from pipelines.export import export_model
-from pipelines.plots import plot_run
 from pipelines.pretrain import sample
-from xtrain.config import RunConfig, gate_checks, run_gate
-from xtrain.learner import Learner
-from xtrain.machine import device_facts
-from xtrain.mirror import Mirror
-from xtrain.track import RunDir
+from pipelines.report.plots import plot_run
+from xtrain.assemble.learner import Learner
+from xtrain.config.compose import gate_checks, run_gate
+from xtrain.config.schema import RunConfig
+from xtrain.track.machine import device_facts
+from xtrain.track.mirror import Mirror
+from xtrain.track.run_dir import RunDir
 
 Say = Callable[[str], None]
 

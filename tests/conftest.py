@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory):
     """One empty MLflow database; making one takes a second, copying it nothing."""
-    from xtrain.mlflow_store import open_store
+    from xtrain.track.mlflow_store import open_store
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     open_store(f"sqlite:///{path}")

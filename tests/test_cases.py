@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gates import tiny_run
+from gates.instruments import tiny_run
 from xtrain.data.packing import PackedWindows
 from xtrain.engine import device, ops
 from xtrain.engine.params import FlatBuffers, Parameter

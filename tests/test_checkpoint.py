@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gates import tiny_run
+from gates.instruments import tiny_run
 from xtrain.engine import device
 from xtrain.errors import UsageError
 from xtrain.models.hf import named_tensors
@@ -234,7 +234,7 @@ def test_a_refused_checkpoint_leaves_the_model_as_it_was(tmp_path):
 KILLED_AT_EVERY_LINE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from gates import tiny_run
+from gates.instruments import tiny_run
 from xtrain.engine.device import Device
 from xtrain.train import checkpoint
 

@@ -5,25 +5,27 @@ import re
 
 import pytest
 
-from xtrain.confdir import choices, conf_dir
-from xtrain.config import (
-    axes_differing,
-    axis_differences,
-    check_features,
+from xtrain.assemble.estimate import count_parameters
+from xtrain.config.compose import (
     compose,
-    config_fingerprint,
-    flatten,
+    compose_with,
     gate_checks,
+    hydra_app,
     load_run,
     load_saved,
-    resolve_features,
     resolved_yaml,
     run_gate,
 )
-from xtrain.config.compose import compose_with, hydra_app
-from xtrain.config.identity import axis_of
+from xtrain.config.files import choices, conf_dir
+from xtrain.config.identity import (
+    axes_differing,
+    axis_differences,
+    axis_of,
+    config_fingerprint,
+    flatten,
+)
+from xtrain.config.rules import check_features, resolve_features
 from xtrain.errors import UsageError
-from xtrain.estimate import count_parameters
 
 RUNS = choices("run")
 PHASES = choices("phase")

@@ -8,7 +8,7 @@ import xtrain.cpu  # noqa: F401 (plugs the kernels in)
 from xtrain.cpu import adamw, attention, embedding, gemm, global_norm, linear, rms_norm, swiglu
 from xtrain.cpu import linear_cross_entropy as head
 from xtrain.engine.ops import adamw as adamw_op
-from xtrain.engine.ops import cross_entropy
+from xtrain.engine.ops.linear_cross_entropy import loss_backward, loss_forward
 from xtrain.engine.tensor import SEED
 
 VOCAB, PADDED, D = 1003, 1024, 20
@@ -38,10 +38,8 @@ def loss_and_gradients(x, weight, targets, scale, vocab_size=VOCAB):
 def assert_agrees_with_float64(x, weight, targets, scale, vocab_size=VOCAB, tolerance=2e-6):
     """Relative L2 distance of loss, dx and dweight from the reference's."""
     wide = (x.astype(float), weight.astype(float), targets, scale.astype(float))
-    loss, saved = cross_entropy.loss_forward(np, *wide, vocab_size=vocab_size)
-    dx, dweight, *_ = cross_entropy.loss_backward(
-        np, SEED, saved, vocab_size=vocab_size, into=(None,)
-    )
+    loss, saved = loss_forward(np, *wide, vocab_size=vocab_size)
+    dx, dweight, *_ = loss_backward(np, SEED, saved, vocab_size=vocab_size, into=(None,))
     for value, truth in zip(
         loss_and_gradients(x, weight, targets, scale, vocab_size), (loss, dx, dweight), strict=True
     ):

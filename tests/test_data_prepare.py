@@ -20,7 +20,7 @@ from xtrain.data import dataset
 from xtrain.data.dataset import DataConfig, prepare, unigram_entropy
 from xtrain.data.sources import open_source
 from xtrain.data.split import choose, hold_out
-from xtrain.data.tokenizer import load_gpt2
+from xtrain.data.tokenizers.gpt2 import load_gpt2
 from xtrain.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]

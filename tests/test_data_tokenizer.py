@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from xtrain.data import tokenizer as tokenizer_module
-from xtrain.data.hf_tokenizer import write_hf_tokenizer
-from xtrain.data.tokenizer import load_gpt2
+from xtrain.data.tokenizers import gpt2 as tokenizer_module
+from xtrain.data.tokenizers.gpt2 import load_gpt2
+from xtrain.data.tokenizers.hf_files import write_hf_tokenizer
 from xtrain.errors import UsageError
 
 ALPHABET = [chr(c) for c in range(1, 127)] + list("\x85\xa0\u0301\u3000\u4e2d\u00e9\U0001f600")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gates.golden.compare import imported
+from gates.instruments.golden.compare import imported
 from pipelines import decode
 from pipelines.__main__ import _literal_prompt, main
-from pipelines.start import adopt, find_origin
-from xtrain.config import compose, load_run
-from xtrain.data.tokenizer import load_gpt2
+from xtrain.assemble.origin import adopt, find_origin
+from xtrain.config.compose import compose, load_run
+from xtrain.data.tokenizers.gpt2 import load_gpt2
 from xtrain.errors import UsageError
 from xtrain.infer.generate import generate
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gates import tiny_run
+from gates.instruments import tiny_run
 from xtrain.engine import device, ops, rng
 from xtrain.engine.params import FlatBuffers, Parameter
 from xtrain.engine.remat import remat
@@ -19,7 +19,7 @@ from xtrain.engine.tensor import (
     tape,
 )
 from xtrain.errors import UsageError
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 
 CPU = device.use("cpu")
 

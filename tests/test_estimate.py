@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from xtrain.config import compose, load_run
-from xtrain.errors import UsageError
-from xtrain.estimate import (
+from xtrain.assemble.estimate import (
     count_parameters,
     describe,
     flops_per_token,
@@ -14,6 +12,8 @@ from xtrain.estimate import (
     training_memory_bytes,
     what_would_fit,
 )
+from xtrain.config.compose import compose, load_run
+from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 
 TINY = Qwen3Config(

@@ -7,11 +7,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from xtrain.confdir import choices
-from xtrain.config import compose, load_run
+from xtrain.config.compose import compose, load_run
+from xtrain.config.files import choices
 from xtrain.data.dataset import DataConfig, prepare
 from xtrain.data.eval_set import EvalSetConfig, compare, open_eval_set, read_eval_set
-from xtrain.data.tokenizer import END_OF_TEXT_ID, load_gpt2
+from xtrain.data.tokenizers.gpt2 import END_OF_TEXT_ID, load_gpt2
 from xtrain.errors import UsageError
 
 TEXTS = [f"Text number {n}. " + "Words of it, " * n for n in range(1, 31)]

@@ -8,13 +8,13 @@ import pytest
 from pipelines import pretrain
 from pipelines.__main__ import _guarded, main
 from pipelines.run import resolve, saying_what_would_fit
-from xtrain import learner
-from xtrain.config import compose, load_run
+from xtrain.assemble import learner
+from xtrain.config.compose import compose, load_run
 from xtrain.engine import device
 from xtrain.errors import OutOfDeviceMemory, UsageError
-from xtrain.machine import device_facts
-from xtrain.track import all_runs
-from xtrain.train.objectives import next_token
+from xtrain.track.machine import device_facts
+from xtrain.track.run_dir import all_runs
+from xtrain.train.objectives.next_token import next_token
 
 CONF = str(Path(__file__).parent / "conf")
 ASKED = "GPU memory is full: 2.00 GiB more needed, 0.10 of 1 GiB free"

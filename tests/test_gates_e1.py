@@ -3,10 +3,10 @@
 import pytest
 
 from gates import e1_memory_is_as_estimated as e1
-from gates import real_step
-from gates.find import find_gates
-from gates.gate import NotMeasured
-from xtrain.config import gate_checks
+from gates.instruments import real_step
+from gates.judging.find import find_gates
+from gates.judging.gate import NotMeasured
+from xtrain.config.compose import gate_checks
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gates.find import HERE, find_gates
-from gates.fingerprint import code_fingerprint, import_closure, package_roots
+from gates.judging.find import HERE, find_gates
+from gates.judging.fingerprint import code_fingerprint, import_closure, package_roots
 from xtrain.errors import UsageError
 
 FILES = {

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from gates.__main__ import main
-from gates.command import exit_code
-from gates.evidence import read_evidence, write_evidence
-from gates.find import choose_gates, find_gates
-from gates.gate import Failed, NotMeasured
-from gates.judge import judge, verdict_of, verdict_on
-from gates.ledger import Ledger
-from gates.measure import Bench, measure_gate, prove_gate, record, settle, standing
+from gates.judging.command import exit_code
+from gates.judging.evidence import read_evidence, write_evidence
+from gates.judging.find import choose_gates, find_gates
+from gates.judging.gate import Failed, NotMeasured
+from gates.judging.judge import judge, verdict_of, verdict_on
+from gates.judging.ledger import Ledger
+from gates.judging.measure import Bench, measure_gate, prove_gate, record, settle, standing
+from xtrain.config.check import Check
 from xtrain.errors import UsageError
-from xtrain.gate_spec import Check
 
 TOY = """
 from contextlib import contextmanager
-from gates.gate import Defect, Gate, NotMeasured
+from gates.judging.gate import Defect, Gate, NotMeasured
 
 SLOPE = 2.0
 
@@ -224,7 +224,7 @@ def test_an_exception_is_the_error_of_the_checks_that_miss_their_value(toys):
 
 def test_a_measurement_of_runs_gets_the_outputs_root_and_names_its_artifact(toys):
     text = """
-from gates.gate import Gate
+from gates.judging.gate import Gate
 GATE = Gate(
     "V0",
     "a run",

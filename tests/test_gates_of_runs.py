@@ -2,12 +2,12 @@
 
 import pytest
 
-from gates.find import find_gates
-from gates.gate import Explained
-from gates.judge import FAIL, NOT_MEASURED, PASS, judge
+from gates.judging.find import find_gates
+from gates.judging.gate import Explained
+from gates.judging.judge import FAIL, NOT_MEASURED, PASS, judge
 from gates.trained_run import composed, gate_of, undeclared_axes
-from xtrain.confdir import choices
-from xtrain.config import compose, gate_checks, load_run
+from xtrain.config.compose import compose, gate_checks, load_run
+from xtrain.config.files import choices
 
 
 @pytest.mark.parametrize("name", choices("run"))

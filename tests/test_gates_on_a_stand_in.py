@@ -9,7 +9,7 @@ import pytest
 
 from gates import t1_every_backend_adds_vectors as t1
 from gates import t2_data_survive_a_tensor as t2
-from gates.gate import NotMeasured
+from gates.judging.gate import NotMeasured
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.tensor import Tensor

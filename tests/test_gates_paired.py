@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from gates import paired
-from gates.gate import NotMeasured
-from xtrain.config import Features
+from gates.instruments import paired
+from gates.judging.gate import NotMeasured
+from xtrain.config.schema import Features
 from xtrain.engine import device as devices
 
 

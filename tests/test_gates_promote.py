@@ -6,15 +6,16 @@ from datetime import date
 
 import pytest
 
-from gates.judge import judge
-from gates.ledger import Ledger
-from gates.measure import Standing
-from gates.promote import model_directory, promote_or_refuse, register_owed
+from gates.judging.judge import judge
+from gates.judging.ledger import Ledger
+from gates.judging.measure import Standing
+from gates.judging.promote import promote_or_refuse
+from xtrain.config.check import Check
 from xtrain.errors import UsageError
-from xtrain.gate_spec import Check
-from xtrain.mirror import Mirror, catch_up
-from xtrain.mlflow_store import open_store, store_uri
-from xtrain.track import open_run
+from xtrain.track.mirror import Mirror, catch_up
+from xtrain.track.mlflow_store import open_store, store_uri
+from xtrain.track.registry import model_directory, register_owed
+from xtrain.track.run_dir import open_run
 
 LOSS = Check("margin", ">=", 0.5)
 CUDA_ONLY = Check("speed", ">=", 2.0, device="cuda")

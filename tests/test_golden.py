@@ -5,8 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from gates.golden import compare
-from gates.golden.reference import FOLDER, MODELS, read
+from gates.instruments.golden import compare
+from gates.instruments.golden.reference import FOLDER, MODELS, read
 from xtrain.engine import device, scalar
 
 

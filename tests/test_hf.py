@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gates.golden import compare
-from gates.golden.reference import MODELS
+from gates.instruments.golden import compare
+from gates.instruments.golden.reference import MODELS
 from pipelines.export import differing_tensors, export_model
 from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers
@@ -317,7 +317,7 @@ def test_the_pipeline_refuses_a_vocabulary_that_is_not_its_tokenizers(tmp_path):
 
 def test_transformers_loads_an_export_silently_and_says_the_same(tmp_path, gpt2_sized):
     pytest.importorskip("transformers")
-    from gates.golden.make_golden import ask
+    from gates.instruments.golden.make_golden import ask
 
     export_model(*gpt2_sized, tmp_path / "export")
     answer = ask(tmp_path / "export", [[5, 50256, 9]], new_tokens=2)
@@ -336,7 +336,7 @@ def test_greedy_of_transformers_is_identical_for_eight_prompts(config):
 
 def test_a_tensor_that_is_missing_makes_transformers_complain(tmp_path):
     pytest.importorskip("transformers")
-    from gates.golden.make_golden import ask
+    from gates.instruments.golden.make_golden import ask
 
     model, buffers = compare.random_model(GROUPED, "cpu")
     writer = compare.small_tokenizer

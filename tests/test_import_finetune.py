@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from pipelines.__main__ import main
-from pipelines.start import find_origin, start_from
-from xtrain.config import load_saved
+from xtrain.assemble.learner import training_windows
+from xtrain.assemble.origin import find_origin, start_from
+from xtrain.config.compose import load_saved
 from xtrain.data.dataset import prepare
-from xtrain.learner import training_windows
 from xtrain.train.optimizer import learning_rate
 
 torch = pytest.importorskip("torch")
@@ -304,7 +304,7 @@ def full(size: Size = FULL) -> None:
         run, origin = start_from(load_saved(trained / "config.yaml"), [])
         print(f"imported {run.model} from {origin.path}")
         from pipelines.decode import pieces, trained_learner
-        from xtrain.data.imported_tokenizer import load_tokenizer
+        from xtrain.data.tokenizers.imported import load_tokenizer
         from xtrain.infer.generate import stream
 
         wanted = greedy(load_watched(Path("theirs"))[0], tokenizer, 64)

@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from xtrain.data import imported_tokenizer
-from xtrain.data.hf_tokenizer import write_hf_tokenizer
-from xtrain.data.imported_tokenizer import ImportedTokenizer, end_ids, load_tokenizer
-from xtrain.data.tokenizer import load_gpt2
+from xtrain.data.tokenizers import imported as imported_tokenizer
+from xtrain.data.tokenizers.gpt2 import load_gpt2
+from xtrain.data.tokenizers.hf_files import write_hf_tokenizer
+from xtrain.data.tokenizers.imported import ImportedTokenizer, end_ids, load_tokenizer
 from xtrain.errors import UsageError
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -6,11 +6,11 @@ from datetime import date
 
 import pytest
 
-from gates.gate import Failed, NotMeasured
-from gates.judge import judge, verdict_of
-from gates.ledger import Ledger, recorded_results, recorded_values, verdict_entry
+from gates.judging.gate import Failed, NotMeasured
+from gates.judging.judge import judge, verdict_of
+from gates.judging.ledger import Ledger, recorded_results, recorded_values, verdict_entry
+from xtrain.config.check import Check
 from xtrain.errors import UsageError
-from xtrain.gate_spec import Check
 
 CHECKS = [
     Check("error", "<=", 1e-6, original="1.5e-4", unit="rel"),

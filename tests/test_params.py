@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gates import tiny_run
+from gates.instruments import tiny_run
 from xtrain.engine import device, rng
 from xtrain.engine.params import (
     ALIGNMENT,

@@ -11,7 +11,7 @@ import pytest
 from kill_and_resume import compare, environment, run_directory
 
 from pipelines.__main__ import main
-from xtrain.track import load_run
+from xtrain.track.run_dir import load_run
 
 CONF = str(Path(__file__).parent / "conf")
 TEXT = "".join(

@@ -1,8 +1,8 @@
 """`xtrain-report` writes what the ledger and the run directories hold."""
 
-from pipelines.report import main
-from xtrain.config import compose, load_run, resolved_yaml
-from xtrain.track import open_run
+from pipelines.report.evolution import main
+from xtrain.config.compose import compose, load_run, resolved_yaml
+from xtrain.track.run_dir import open_run
 
 
 def a_run(root):

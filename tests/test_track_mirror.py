@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import xtrain
-from xtrain.mirror import Mirror, catch_up, read_note, reap_stale
-from xtrain.mlflow_store import open_store, store_uri
-from xtrain.resume import continue_run
-from xtrain.track import load_run, open_run
+from xtrain.track.mirror import Mirror, catch_up, read_note, reap_stale
+from xtrain.track.mlflow_store import open_store, store_uri
+from xtrain.track.resume import continue_run
+from xtrain.track.run_dir import load_run, open_run
 
 # Children run in another directory, where a relative path to the package would not be found.
 CHILD_ENV = {**os.environ, "PYTHONPATH": str(Path(xtrain.__file__).resolve().parents[1])}
@@ -184,8 +184,8 @@ def test_a_useless_store_stops_nothing(here, monkeypatch, kind):
 
 KILLED_CHILD = """
 import sys, time
-from xtrain.mirror import Mirror
-from xtrain.track import open_run
+from xtrain.track.mirror import Mirror
+from xtrain.track.run_dir import open_run
 run = open_run("outputs", "v0", "t6", {"seed": 1}, config_text="", fingerprints={}, facts={})
 mirror = Mirror(run, interval_s=0.05).start()
 for step in range(1, 31):
@@ -222,9 +222,9 @@ def test_a_run_killed_by_sigkill_is_reaped_here_and_in_mlflow(here):
 
 FIRST_USE = """
 import os
-from xtrain.mlflow_store import import_mlflow, open_store, store_uri
-from xtrain.mirror import Mirror
-from xtrain.track import open_run
+from xtrain.track.mlflow_store import import_mlflow, open_store, store_uri
+from xtrain.track.mirror import Mirror
+from xtrain.track.run_dir import open_run
 import_mlflow()
 waiting, start = os.pipe()
 children = []

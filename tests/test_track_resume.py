@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from xtrain.errors import UsageError
-from xtrain.machine import process_mark
-from xtrain.resume import choose_run, continue_run, differing_keys, stale_runs
-from xtrain.track import load_run, open_run, read_metrics
+from xtrain.track.machine import process_mark
+from xtrain.track.resume import choose_run, continue_run, differing_keys, stale_runs
+from xtrain.track.run_dir import load_run, open_run, read_metrics
 
 CONFIG = {"seed": 1, "out": "a", "optim": {"lr": 0.004, "betas": [0.9, 0.95]}}
 

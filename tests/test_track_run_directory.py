@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from xtrain.errors import UsageError
-from xtrain.track import WriteError, load_run, open_run, read_metrics
+from xtrain.track.run_dir import WriteError, load_run, open_run, read_metrics
 
 
 def make_run(root, config=None, run="v0", phase="t6"):
@@ -128,7 +128,7 @@ def test_a_line_broken_in_the_middle_is_named(tmp_path):
 
 CHILD = """
 import sys
-from xtrain.track import open_run
+from xtrain.track.run_dir import open_run
 run = open_run(sys.argv[1], "v0", "t6", {"seed": 1}, config_text="", fingerprints={}, facts={})
 step = 0
 while True:
@@ -174,7 +174,7 @@ def test_a_file_in_the_way_of_the_outputs_is_a_usage_error(tmp_path):
 
 FULL_DISK = """
 import resource, sys
-from xtrain.track import WriteError, open_run, read_metrics
+from xtrain.track.run_dir import WriteError, open_run, read_metrics
 run = open_run(sys.argv[1], "v0", "t6", {"seed": 1}, config_text="", fingerprints={}, facts={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 try:

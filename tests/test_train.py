@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gates import tiny_run
+from gates.instruments import tiny_run
 from xtrain.data.packing import EvalWindows
 from xtrain.data.shards import ShardWriter, open_shard
 from xtrain.engine import device
@@ -16,7 +16,7 @@ from xtrain.errors import Interrupted
 from xtrain.train import loop
 from xtrain.train.config import OptimConfig
 from xtrain.train.evaluate import evaluate
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW, learning_rate
 
 CPU = device.use("cpu")

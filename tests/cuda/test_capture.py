@@ -11,7 +11,7 @@ from xtrain.errors import OutOfDeviceMemory, UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.qwen3 import Qwen3
 from xtrain.train.config import OptimConfig
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
 

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from xtrain.cuda import cubins, launch, partials, sort, source
+from xtrain.cuda.compile import cubins, launch, nvrtc
 from xtrain.cuda.kernels import (
     adamw,
     cross_entropy,
@@ -23,7 +23,8 @@ from xtrain.cuda.kernels import (
     vector_add,
 )
 from xtrain.cuda.kernels.qk_norm_rope import HeadShape
-from xtrain.cuda.rows import Shape
+from xtrain.cuda.parts import partials, sort
+from xtrain.cuda.parts.rows import Shape
 from xtrain.engine.dtype import bfloat16, float32
 
 needs_numba_cuda = pytest.mark.skipif(
@@ -147,10 +148,10 @@ def test_adamw_rounds_after_every_operation():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("name", source.files())
+@pytest.mark.parametrize("name", nvrtc.files())
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_cuda_source_compiles_to_machine_code(name, capability):
-    assert source.cubin(name, capability).startswith(b"\x7fELF")
+    assert nvrtc.cubin(name, capability).startswith(b"\x7fELF")
 
 
 def test_kernels_see_bf16_as_its_bits():

@@ -9,7 +9,7 @@ from xtrain.engine.params import FlatBuffers
 from xtrain.models.qwen3 import Qwen3
 from xtrain.train import checkpoint
 from xtrain.train.config import OptimConfig
-from xtrain.train.objectives import next_token
+from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
 

@@ -38,7 +38,7 @@ def test_attention_in_blocks_of_queries_equals_float64(device, sample, dtype):
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16])
 def test_the_loss_in_chunks_of_rows_equals_float64(device, dtype, monkeypatch):
-    from xtrain.cuda import loss
+    from xtrain.cuda.kernels import linear_cross_entropy as loss
 
     monkeypatch.setattr(loss, "LOGIT_BYTES", 256 * 4 * 1024)
     assert error_ratio(gpu(), ops.linear_cross_entropy, CHUNKS, "cuda", dtype) <= 1

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from rows import check_causal_softmax, check_cross_entropy
 
-from xtrain.cuda import block, partials, simulate, sort
+from gates.instruments import simulated_kernels
 from xtrain.cuda.kernels import adamw as adamw_kernels  # noqa: F401  fuses the op
 from xtrain.cuda.kernels import dropout as dropout_kernels  # noqa: F401
 from xtrain.cuda.kernels import matmul
+from xtrain.cuda.parts import block, partials, sort
 from xtrain.engine import testing
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.op import OPS
@@ -16,11 +17,11 @@ pytestmark = pytest.mark.simulator
 
 
 def test_vector_add_equals_numpy_bit_for_bit():
-    assert simulate.measure_vector_add()["differing"] == 0
+    assert simulated_kernels.measure_vector_add()["differing"] == 0
 
 
 def test_tiled_product_is_exact_to_fp32_for_all_transposes():
-    assert simulate.measure_matmul()["error"] <= 1e-6
+    assert simulated_kernels.measure_matmul()["error"] <= 1e-6
 
 
 def test_tiled_product_adds_to_a_buffer():

@@ -3,8 +3,8 @@
 import pytest
 from parity import SIMULATOR, error_ratio
 
-from xtrain.cuda import loss
 from xtrain.cuda.kernels import attention, linear
+from xtrain.cuda.kernels import linear_cross_entropy as loss
 from xtrain.engine import ops
 from xtrain.engine.dtype import bfloat16, float32
 

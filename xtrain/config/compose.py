@@ -27,12 +27,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from xtrain.confdir import choices, conf_dir
+from xtrain.config.check import Check
+from xtrain.config.files import choices, conf_dir
 from xtrain.config.messages import usage_error
 from xtrain.config.rules import check_run
 from xtrain.config.schema import GateConfig, PhaseConfig, RunConfig
 from xtrain.errors import UsageError
-from xtrain.gate_spec import Check
 
 CONFIG_NAME = "config"
 # Facts of the run's and the phase's file, on which verdicts rest: no override may touch them.

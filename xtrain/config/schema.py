@@ -5,9 +5,9 @@ Values only. Which combinations make sense is in `rules.py`; None in Features is
 
 from dataclasses import dataclass, field
 
+from xtrain.config.check import Check
 from xtrain.data.dataset import DataConfig
 from xtrain.data.eval_set import EvalSetConfig
-from xtrain.gate_spec import Check
 from xtrain.infer.config import DecodeConfig
 from xtrain.models.config import Qwen3Config
 from xtrain.train.config import OptimConfig, TrainConfig

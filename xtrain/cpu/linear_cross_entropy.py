@@ -25,7 +25,11 @@ from numba import njit, prange
 
 from xtrain.cpu.parallel import PRANGE_ONLY
 from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, exp2_tile, multiply_tile
-from xtrain.engine.ops import cross_entropy as op
+from xtrain.engine.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    require_start,
+    token_logprob,
+)
 from xtrain.engine.tensor import SEED
 
 GROUP = 128  # tokens; larger means less traffic of dweight, smaller a smaller E
@@ -37,7 +41,7 @@ LN2 = 0.6931471805599453
 
 
 def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):
-    """See `xtrain.engine.ops.cross_entropy`."""
+    """See `xtrain.engine.ops.linear_cross_entropy`."""
     flat = _checked(targets, vocab_size)
     if dweight_into is None:
         logp = _log_probabilities(x, weight, flat, vocab_size)
@@ -47,9 +51,9 @@ def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None
 
 
 def loss_backward(xp, dy, saved, *, vocab_size, dweight_into=None, into):
-    """See `xtrain.engine.ops.cross_entropy`."""
+    """See `xtrain.engine.ops.linear_cross_entropy`."""
     if dweight_into is not None:
-        op.require_start(dy)
+        require_start(dy)
         return saved[0], None, None, None
     x, weight, flat, scale = saved
     factor = scale if dy is SEED else scale * dy
@@ -59,7 +63,7 @@ def loss_backward(xp, dy, saved, *, vocab_size, dweight_into=None, into):
 
 
 def logprob_forward(xp, x, weight, targets, *, vocab_size):
-    """See `xtrain.engine.ops.cross_entropy`."""
+    """See `xtrain.engine.ops.linear_cross_entropy`."""
     flat = _checked(targets, vocab_size)
     y = np.zeros(flat.shape, np.float32)
     y[flat >= 0] = _log_probabilities(x, weight, flat, vocab_size)
@@ -67,7 +71,7 @@ def logprob_forward(xp, x, weight, targets, *, vocab_size):
 
 
 def logprob_backward(xp, dy, saved, *, vocab_size, into):
-    """See `xtrain.engine.ops.cross_entropy`."""
+    """See `xtrain.engine.ops.linear_cross_entropy`."""
     x, weight, flat = saved
     dweight = np.zeros_like(weight) if into[0] is None else into[0]
     _, dx = _gradients(x, weight, flat, -dy.reshape(-1), vocab_size, dweight)
@@ -326,5 +330,5 @@ def _spread(x, first, last, coefficient, vocab_size, part, parts, E, factor, dwe
                         dweight[v + i, d + j] += spare[i, j]
 
 
-op.linear_cross_entropy.fuse("cpu", loss_forward, loss_backward, accumulates=(1,))
-op.token_logprob.fuse("cpu", logprob_forward, logprob_backward, accumulates=(1,))
+linear_cross_entropy.fuse("cpu", loss_forward, loss_backward, accumulates=(1,))
+token_logprob.fuse("cpu", logprob_forward, logprob_backward, accumulates=(1,))

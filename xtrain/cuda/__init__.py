@@ -24,10 +24,8 @@ def make_device():
 
 
 def import_kernels() -> None:
-    """Import every file of `xtrain.cuda.kernels` and the ops above them: importing is fusing."""
+    """Import every file of `xtrain.cuda.kernels`: importing is fusing."""
     from xtrain.cuda import kernels
 
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
-    for name in ("loss", "host_optimizer"):
-        importlib.import_module(f"xtrain.cuda.{name}")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xtrain.cuda.launch import SIMULATED
+from xtrain.cuda.compile.launch import SIMULATED
 from xtrain.engine import device as devices
 from xtrain.engine.dtype import bfloat16, float32
 

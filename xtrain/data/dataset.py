@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from xtrain.data.imported_tokenizer import load_tokenizer
 from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
 from xtrain.data.sources import SOURCES, Source, open_source
 from xtrain.data.split import choose, hold_out, leave_out_tail
-from xtrain.data.tokenizer import Tokenizer
+from xtrain.data.tokenizers.gpt2 import Tokenizer
+from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.errors import UsageError
 
 Progress = Callable[[int, int | None], None]
@@ -94,6 +94,11 @@ class Prepared:
     train_path: Path
     heldout_path: Path
     manifest: dict
+
+
+def data_cache(out: Path) -> Path:
+    """Where prepared data of an outputs root live."""
+    return Path(out) / "data"
 
 
 def prepare(

@@ -26,7 +26,7 @@ import numpy as np
 from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
 from xtrain.data.sources import open_source
 from xtrain.data.split import choose, hold_out
-from xtrain.data.tokenizer import Tokenizer, load_gpt2
+from xtrain.data.tokenizers.gpt2 import Tokenizer, load_gpt2
 from xtrain.errors import UsageError
 
 # Raised when the same recipe gives other tokens.

@@ -10,9 +10,9 @@ import numpy as np
 from numba import cuda
 from numba.types import float32
 
-from xtrain.cuda.formula import divide, fp32, multiply, root, subtract
-from xtrain.cuda.launch import Kernel, f32, i64, pointer
-from xtrain.cuda.words import access, are_aligned
+from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
+from xtrain.cuda.parts.formula import divide, fp32, multiply, root, subtract
+from xtrain.cuda.parts.words import access, are_aligned
 from xtrain.engine import scalar
 from xtrain.engine.dtype import bfloat16
 from xtrain.engine.ops.adamw import adamw

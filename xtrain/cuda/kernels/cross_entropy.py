@@ -15,10 +15,10 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, float64, int64
 
-from xtrain.cuda.block import row_max, row_sum
-from xtrain.cuda.formula import LOG2_E, exp2, log2
-from xtrain.cuda.launch import SIMULATED, Kernel, i64, pointer
-from xtrain.cuda.words import access, are_aligned, scalar_access
+from xtrain.cuda.compile.launch import SIMULATED, Kernel, i64, pointer
+from xtrain.cuda.parts.block import row_max, row_sum
+from xtrain.cuda.parts.formula import LOG2_E, exp2, log2
+from xtrain.cuda.parts.words import access, are_aligned, scalar_access
 
 MOST_THREADS = 1024  # one block a multiprocessor: its row stays in the second-level cache
 VALUES = 16  # fp32 values in flight a thread; more would not fit the registers of 1024 threads

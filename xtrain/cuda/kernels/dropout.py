@@ -8,8 +8,8 @@ import functools
 from numba import cuda
 from numba.types import float32, uint32, uint64
 
-from xtrain.cuda.launch import Kernel, device_function, f32, i64, pointer, u32
-from xtrain.cuda.words import access, are_aligned
+from xtrain.cuda.compile.launch import Kernel, device_function, f32, i64, pointer, u32
+from xtrain.cuda.parts.words import access, are_aligned
 from xtrain.engine.ops.dropout import dropout
 
 THREADS = 256

@@ -10,11 +10,11 @@ import functools
 from numba import cuda
 from numba.types import float32, int64, uint64
 
-from xtrain.cuda.block import column_scratch, column_sums
-from xtrain.cuda.launch import SIMULATED, Kernel, device_function, i64, pointer
-from xtrain.cuda.rows import Shape, shape_of
-from xtrain.cuda.sort import sorted_pairs
-from xtrain.cuda.words import access, scalar_access
+from xtrain.cuda.compile.launch import SIMULATED, Kernel, device_function, i64, pointer
+from xtrain.cuda.parts.block import column_scratch, column_sums
+from xtrain.cuda.parts.rows import Shape, shape_of
+from xtrain.cuda.parts.sort import sorted_pairs
+from xtrain.cuda.parts.words import access, scalar_access
 from xtrain.engine.ops.embedding import embedding
 
 BLOCK = 64 if SIMULATED else 256  # threads that share an id's tokens

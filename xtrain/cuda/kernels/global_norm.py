@@ -9,10 +9,10 @@ import functools
 from numba import cuda
 from numba.types import float32, float64
 
-from xtrain.cuda.block import row_sum
-from xtrain.cuda.formula import root
-from xtrain.cuda.launch import Kernel, i64, pointer
-from xtrain.cuda.words import access, are_aligned
+from xtrain.cuda.compile.launch import Kernel, i64, pointer
+from xtrain.cuda.parts.block import row_sum
+from xtrain.cuda.parts.formula import root
+from xtrain.cuda.parts.words import access, are_aligned
 from xtrain.engine.ops.global_norm import global_norm
 
 THREADS = 256

@@ -14,7 +14,7 @@ The library's GEMM is several times faster: this one is for phases that use it, 
 from numba import cuda
 from numba.types import float32
 
-from xtrain.cuda.launch import Kernel, i64, pointer
+from xtrain.cuda.compile.launch import Kernel, i64, pointer
 from xtrain.engine.dtype import upcast
 from xtrain.engine.ops.linear import linear, matmul
 

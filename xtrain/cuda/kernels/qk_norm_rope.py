@@ -17,11 +17,11 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int64
 
-from xtrain.cuda.block import WARP, column_scratch, column_sums, row_sum
-from xtrain.cuda.formula import cosine, root, sine
-from xtrain.cuda.launch import Kernel, f32, i64, pointer
-from xtrain.cuda.partials import PARTS, weight_gradient
-from xtrain.cuda.words import access, are_aligned, scalar_access, width_of
+from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
+from xtrain.cuda.parts.block import WARP, column_scratch, column_sums, row_sum
+from xtrain.cuda.parts.formula import cosine, root, sine
+from xtrain.cuda.parts.partials import PARTS, weight_gradient
+from xtrain.cuda.parts.words import access, are_aligned, scalar_access, width_of
 from xtrain.engine.ops.qk_norm_rope import qk_norm_rope
 
 MOST_THREADS = 256

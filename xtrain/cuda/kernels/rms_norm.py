@@ -12,12 +12,12 @@ import functools
 from numba import cuda
 from numba.types import float32
 
-from xtrain.cuda.block import column_scratch, column_sums, row_sum
-from xtrain.cuda.formula import root
-from xtrain.cuda.launch import Kernel, f32, i64, pointer
-from xtrain.cuda.partials import PARTS, weight_gradient
-from xtrain.cuda.rows import Shape, flat_rows, shape_of
-from xtrain.cuda.words import access, rounding
+from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
+from xtrain.cuda.parts.block import column_scratch, column_sums, row_sum
+from xtrain.cuda.parts.formula import root
+from xtrain.cuda.parts.partials import PARTS, weight_gradient
+from xtrain.cuda.parts.rows import Shape, flat_rows, shape_of
+from xtrain.cuda.parts.words import access, rounding
 from xtrain.engine.ops.rms_norm import add_rms_norm, rms_norm
 
 

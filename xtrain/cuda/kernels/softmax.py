@@ -14,11 +14,11 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int64
 
-from xtrain.cuda.block import row_max, row_sum
-from xtrain.cuda.formula import LOG2_E, exp2
-from xtrain.cuda.launch import Kernel, device_function, i64, pointer
-from xtrain.cuda.rows import Shape, flat_rows, shape_of
-from xtrain.cuda.words import access
+from xtrain.cuda.compile.launch import Kernel, device_function, i64, pointer
+from xtrain.cuda.parts.block import row_max, row_sum
+from xtrain.cuda.parts.formula import LOG2_E, exp2
+from xtrain.cuda.parts.rows import Shape, flat_rows, shape_of
+from xtrain.cuda.parts.words import access
 from xtrain.engine.ops.softmax import softmax
 
 LOG2E = np.float32(LOG2_E)

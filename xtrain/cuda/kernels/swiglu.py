@@ -8,10 +8,10 @@ import functools
 from numba import cuda
 from numba.types import float32
 
-from xtrain.cuda.formula import logistic
-from xtrain.cuda.launch import Kernel, i64, pointer
-from xtrain.cuda.rows import IN_FLIGHT, Shape, flat_rows, shape_of
-from xtrain.cuda.words import access
+from xtrain.cuda.compile.launch import Kernel, i64, pointer
+from xtrain.cuda.parts.formula import logistic
+from xtrain.cuda.parts.rows import IN_FLIGHT, Shape, flat_rows, shape_of
+from xtrain.cuda.parts.words import access
 from xtrain.engine.ops.swiglu import swiglu
 
 

@@ -6,8 +6,8 @@ element. Not an op: the engine adds arrays with CuPy.
 
 from numba import cuda
 
-from xtrain.cuda import source
-from xtrain.cuda.launch import Kernel, i64, pointer
+from xtrain.cuda.compile import nvrtc
+from xtrain.cuda.compile.launch import Kernel, i64, pointer
 
 THREADS = 256
 
@@ -31,6 +31,6 @@ def add(xp, a, b):
 def add_nvrtc(cupy, a, b):
     """a + b with the CUDA C++ kernel, compiled by NVRTC; needs a GPU."""
     c = cupy.empty_like(a)
-    function = source.function("vector_add.cu", "vector_add")
+    function = nvrtc.function("vector_add.cu", "vector_add")
     function((-(-a.size // THREADS),), (THREADS,), (a, b, c, cupy.int64(a.size)))
     return c

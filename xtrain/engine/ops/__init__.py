@@ -2,12 +2,12 @@
 
 from xtrain.engine.ops.adamw import adamw
 from xtrain.engine.ops.attention import attention
-from xtrain.engine.ops.cross_entropy import linear_cross_entropy, token_logprob
 from xtrain.engine.ops.dropout import dropout
 from xtrain.engine.ops.elementwise import add, multiply, scale
 from xtrain.engine.ops.embedding import embedding
 from xtrain.engine.ops.global_norm import global_norm
 from xtrain.engine.ops.linear import linear, matmul
+from xtrain.engine.ops.linear_cross_entropy import linear_cross_entropy, token_logprob
 from xtrain.engine.ops.movement import merge_heads, reshape, transpose
 from xtrain.engine.ops.qk_norm_rope import qk_norm_rope
 from xtrain.engine.ops.reduce import mean, total

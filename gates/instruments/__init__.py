@@ -1,0 +1,1 @@
+"""What gates measure with: tiny and real runs, paired timings, peaks, child processes."""

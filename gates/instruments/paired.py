@@ -1,0 +1,82 @@
+"""Ways to do a training step, timed in turn in one process: what the phases' A/B figures rest on.
+
+    ways  = {"on": Way(step, features), "off": Way(step, other_features)}
+    times = seconds(here, ways, rounds=5)
+    ratio(times, "off", "on")       how many times as fast "on" is: the median of the rounds' ratios
+
+Each round gives every way its turn, forth in one round and back in the next, so that a machine that
+warms up or slows down favours none of them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.train_step import OurStep, Work, load_config
+from gates.judging.gate import NotMeasured
+from xtrain.assemble.learner import configure
+from xtrain.config.compose import compose, load_run
+from xtrain.config.rules import resolve_features
+from xtrain.config.schema import Features, RunConfig
+from xtrain.engine import device as devices
+from xtrain.engine.device import Device
+
+Times = Mapping[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A training step, queued by a call, and the features under which it is called."""
+
+    step: Callable[[], object]
+    features: Features
+
+
+def as_of(phase: str, run: str, device: str, *overrides: str) -> RunConfig:
+    """A run with what a phase has switched on on a device, and nothing later."""
+    composed = load_run(compose([f"run={run}", f"phase={phase}", *overrides]))
+    features = resolve_features(composed, device)
+    return replace(composed, device=device, features=features)
+
+
+def sized_step(here: Device, features: Features, work: Work) -> OurStep:
+    """The benchmark's training step on random tokens, made under these features."""
+    here.restart_peak()  # what earlier steps held goes back first: two big ones may not fit
+    configure(here, features)
+    work = replace(work, precision=features.precision, remat=features.remat)
+    return OurStep(load_config(work.model, work.seq), work, here)
+
+
+def busy(here: Device) -> NotMeasured | None:
+    """Why no time is worth measuring now, or None: another process uses the GPU."""
+    others = here.other_processes()
+    return NotMeasured(f"{others} other processes use the GPU") if others else None
+
+
+def seconds(here: Device, ways: Mapping[str, Way], *, rounds: int, steps: int = 1) -> Times:
+    """Seconds a step of each way in each round, after one round that is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in ways if number % 2 else reversed(list(ways)):
+            spent = _turn(here, ways[name], steps)
+            if number:
+                taken[name].append(spent)
+    return taken
+
+
+def ratio(times: Times, slow: str, fast: str) -> float:
+    """The median over the rounds of the time of one way over that of another."""
+    return statistics.median(s / f for s, f in zip(times[slow], times[fast], strict=True))
+
+
+def _turn(here: Device, way: Way, steps: int) -> float:
+    """One step that is not timed, which brings memory and caches back to this way, then `steps`."""
+    configure(devices.current(), way.features)
+    way.step()
+    here.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        way.step()
+    here.synchronize()
+    return (time.perf_counter() - started) / steps

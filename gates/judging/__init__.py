@@ -1,0 +1,1 @@
+"""The framework: what a gate is, who finds, measures and judges it, the ledger, promotion."""

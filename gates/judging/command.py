@@ -1,0 +1,210 @@
+"""What `xtrain-gate` does, after its options were read."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gates.judging.evidence import write_evidence
+from gates.judging.find import HERE, GateFile, choose_gates, find_gates
+from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE
+from gates.judging.ledger import Ledger, check_record
+from gates.judging.measure import (
+    Bench,
+    LoadChecks,
+    Report,
+    load_bars,
+    measure_gate,
+    prove_gate,
+    record,
+    standing,
+)
+from gates.judging.table import CHECK_COLUMNS, check_rows, print_table
+from xtrain.engine.device import resolve
+from xtrain.errors import UsageError
+
+
+def run(
+    options: argparse.Namespace,
+    *,
+    directory: Path = HERE,
+    load_checks: LoadChecks | None = None,
+) -> int:
+    """Run the options of `gates.__main__` on the gates of a directory; return the exit code.
+
+    load_checks: where bars come from; by default conf/, without any override of a command line.
+    Raises UsageError.
+    """
+    ledger = Ledger(options.out / "ledger.jsonl")
+    if options.verify_ledger:
+        return _verify(ledger)
+    found = find_gates(directory)
+    if not options.names and not options.list:
+        raise UsageError(f"name a gate, or all: {', '.join(found) or 'there are none'}")
+    files = choose_gates(options.names or ["all"], found)
+    if options.waive is not None:
+        return _waive(files, options, ledger)
+    bench = Bench(
+        resolve(options.device),
+        options.out,
+        ledger,
+        load_checks or _load_checks(),
+        directory / "evidence",
+    )
+    if options.list:
+        return _list(files, bench, options.json)
+    if options.prove:
+        return _prove(files, bench, options.json)
+    return _measure(files, bench, options)
+
+
+def exit_code(verdicts: Iterable[str]) -> int:
+    """0 all PASS, 1 some FAIL or ERROR, 3 some NOT MEASURED or STALE."""
+    seen = set(verdicts)
+    if seen & {FAIL, ERROR}:
+        return 1
+    return 3 if seen & {NOT_MEASURED, STALE} else 0
+
+
+def report_record(report: Report) -> dict:
+    """A report as `--json` prints it."""
+    return {
+        "gate": report.gate,
+        "verdict": report.verdict,
+        "device": report.device,
+        "fingerprint": dict(report.fingerprint),
+        "checks": [check_record(result) for result in report.results],
+    }
+
+
+def _measure(files: Sequence[GateFile], bench: Bench, options: argparse.Namespace) -> int:
+    reports = []
+    for file in files:
+        with _only_stderr():
+            print(f"measuring {file.id} on {bench.device}", file=sys.stderr)
+            report = measure_gate(file, bench)
+        record(report, bench)
+        if options.evidence:
+            write_evidence(report.entry(), bench.evidence)
+        reports.append(report)
+    if options.json:
+        print(json.dumps([report_record(each) for each in reports], indent=1, allow_nan=False))
+    else:
+        rows = [row for each in reports for row in check_rows(each.results, each.gate)]
+        print_table(CHECK_COLUMNS, rows)
+        print()
+        for each in reports:
+            print(f"{each.gate} {each.verdict} on {each.device}: {each.title}")
+    return exit_code(each.verdict for each in reports)
+
+
+def _prove(files: Sequence[GateFile], bench: Bench, as_json: bool) -> int:
+    proofs = {}
+    for file in files:
+        with _only_stderr():
+            print(f"proving {file.id} on {bench.device}", file=sys.stderr)
+            proofs[file.load().id] = prove_gate(file, bench)
+    empty = [gate for gate, found in proofs.items() if not found]
+    if as_json:
+        fields = ("defect", "rejects", "control", "verdict", "outcome", "reason")
+        listed = [
+            {
+                "gate": gate,
+                "device": bench.device,
+                "defects": [{name: getattr(each, name) for name in fields} for each in found],
+            }
+            for gate, found in proofs.items()
+        ]
+        print(json.dumps(listed, indent=1))
+    else:
+        rows = [
+            [gate, p.defect, p.rejects, p.control, p.verdict, _rejected(p.outcome), p.reason]
+            for gate, found in proofs.items()
+            for p in found
+        ]
+        columns = ("gate", "defect", "check", "without it", "with it", "rejected", "why")
+        print_table(columns, rows)
+    for gate in empty:
+        print(f"xtrain-gate: {gate} has no seeded defect", file=sys.stderr)
+    outcomes = [proof.outcome for found in proofs.values() for proof in found]
+    return exit_code([*outcomes, *(FAIL for _ in empty)])
+
+
+def _rejected(outcome: str) -> str:
+    return {PASS: "yes", FAIL: "NO"}.get(outcome, outcome)
+
+
+def _list(files: Sequence[GateFile], bench: Bench, as_json: bool) -> int:
+    rows, listed = [], []
+    for file in files:
+        _, title, claim = load_bars(file, bench)
+        known = {
+            device: standing(file, replace(bench, device=device)) for device in ("cpu", "cuda")
+        }
+        gate = file.load()
+        listed.append(
+            {
+                "gate": gate.id,
+                "title": title or gate.title,
+                "claim": claim,
+                "files": [_shown(file.path), _shown(_conf_file(file.id))],
+                "verdicts": {device: each.verdict for device, each in known.items()},
+            }
+        )
+        verdicts = [f"{each.verdict} {each.date[:10]}".rstrip() for each in known.values()]
+        rows.append([gate.id, *verdicts, *listed[-1]["files"], claim or title or gate.title])
+    if as_json:
+        print(json.dumps(listed, indent=1))
+    else:
+        print_table(("gate", "cpu", "cuda", "measures", "bars", "claim"), rows)
+    return 0
+
+
+def _conf_file(gate: str) -> Path | None:
+    from xtrain.config.files import conf_dir
+
+    places = [
+        conf_dir() / group / f"{gate}.yaml" for group in ("phase", "run", "gate", "milestone")
+    ]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _shown(path: Path | None) -> str:
+    if path is None:
+        return ""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _verify(ledger: Ledger) -> int:
+    broken = ledger.verify()
+    if broken:
+        print(broken)
+        return 1
+    print(f"{ledger.path}: {len(ledger.entries())} entries, the chain holds")
+    return 0
+
+
+def _waive(files: Sequence[GateFile], options: argparse.Namespace, ledger: Ledger) -> int:
+    if not options.who or not options.until:
+        raise UsageError("--waive WHY needs --who NAME and --until YYYY-MM-DD")
+    for file in files:
+        ledger.waive(file.id, who=options.who, why=options.waive, until=options.until)
+        print(f"{file.id} is waived until {options.until} by {options.who}: {options.waive}")
+    return 0
+
+
+def _load_checks() -> LoadChecks:
+    from xtrain.config.compose import gate_checks
+
+    return gate_checks
+
+
+@contextlib.contextmanager
+def _only_stderr() -> Iterator[None]:
+    """What measurements print goes to stderr: stdout is the table's or the JSON list's."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

@@ -1,0 +1,57 @@
+"""Committed evidence: `gates/evidence/<id>.json`, what was measured on a device that CI lacks.
+
+A list of ledger entries, one a device class. It is judged again by the bars of today, counts only
+on the device class that it names, and only while its code fingerprint is that of the code.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from xtrain.errors import UsageError
+from xtrain.track.run_dir import write_atomically
+
+HERE = Path(__file__).resolve().parents[1] / "evidence"
+
+_FIELDS = {"gate", "device", "date", "fingerprint", "checks"}
+
+
+def read_evidence(gate: str, device: str, directory: Path = HERE) -> dict | None:
+    """The committed entry of a gate on a device class, or None. Raises UsageError on a bad file."""
+    return next((each for each in _read(gate, directory) if each["device"] == device), None)
+
+
+def write_evidence(entry: Mapping, directory: Path = HERE) -> Path:
+    """Put a verdict entry in the gate's file, in place of the one of the same device class."""
+    kept = [e for e in _read(entry["gate"], directory) if e["device"] != entry["device"]]
+    chain = ("previous", "hash", "kind")
+    fresh = {key: value for key, value in entry.items() if key not in chain}
+    fresh["facts"] = _without_paths(entry.get("facts", {}))
+    entries = sorted([*kept, fresh], key=lambda each: each["device"])
+    return write_atomically(_path(entry["gate"], directory), json.dumps(entries, indent=1) + "\n")
+
+
+def _without_paths(facts: Mapping) -> dict:
+    """The facts with the program of the command by its name: where it lay is nobody's business."""
+    program, space, arguments = str(facts.get("command", "")).partition(" ")
+    path = Path(program)
+    name = f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    return {**facts, "command": f"{name}{space}{arguments}"} if "command" in facts else dict(facts)
+
+
+def _path(gate: str, directory: Path) -> Path:
+    return directory / f"{gate.lower()}.json"
+
+
+def _read(gate: str, directory: Path) -> list[dict]:
+    path = _path(gate, directory)
+    if not path.exists():
+        return []
+    try:
+        entries = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    is_list = isinstance(entries, list) and all(isinstance(each, dict) for each in entries)
+    if not is_list or not all(each.keys() >= _FIELDS for each in entries):
+        raise UsageError(f"{path} is not a list of entries with {', '.join(sorted(_FIELDS))}")
+    return entries

@@ -1,0 +1,256 @@
+"""The ledger: `outputs/ledger.jsonl`, append-only, hash-chained; it decides what is promoted.
+
+One JSON object a line. Every entry carries `previous`, the hash of the entry before, and `hash`,
+the sha256 of its own canonical JSON without that field, so an edited, inserted, removed or
+reordered line is found by `verify`. Entries cut off the end are the one change that a chain cannot
+show.
+
+Kinds of entry: `verdict` (a gate was measured), `promotion` (granted or refused), `waiver` (who,
+why, until when). A line without its newline is the append that a kill interrupted: it was never
+acknowledged, so readers pass over it and the next append removes it.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+from gates.judging.gate import Failed, Measured, NotMeasured
+from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, STALE, CheckResult, verdict_of
+from xtrain.config.check import Check
+from xtrain.errors import UsageError
+
+_START = "0" * 64
+
+
+class Ledger:
+    """The ledger file at `path`; it is created by the first append."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+
+    def append(self, entry: Mapping) -> dict:
+        """Chain, write and fsync one entry; return it with date, previous and hash.
+
+        Appends of several processes are serialised by a lock on the file. Raises UsageError when
+        the file cannot be written or its last entry is not readable.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return self._append_locked(descriptor, entry)
+        finally:
+            os.close(descriptor)
+
+    def entries(self) -> list[dict]:
+        """All complete entries, oldest first. Raises UsageError when the chain is broken."""
+        broken = self.verify()
+        if broken:
+            raise UsageError(broken)
+        return list(self._lines())
+
+    def verify(self) -> str | None:
+        """None when the chain holds, else one line that names the first broken line."""
+        previous = _START
+        for number, line in enumerate(_complete_lines(self._bytes()), 1):
+            reason = _why_broken(line, previous)
+            if reason:
+                return f"{self.path} line {number} is broken: {reason}"
+            previous = json.loads(line)["hash"]
+        return None
+
+    def latest(self, gate: str, device: str) -> dict | None:
+        """The last verdict of a gate on a device class, or None."""
+        for entry in reversed(self.entries()):
+            same_gate = str(entry.get("gate", "")).lower() == gate.lower()
+            if entry["kind"] == "verdict" and same_gate and entry["device"] == device:
+                return entry
+        return None
+
+    def waive(self, gate: str, *, who: str, why: str, until: date) -> dict:
+        """Record that a gate's missing PASS is accepted up to and including a day."""
+        if not who.strip() or not why.strip():
+            raise UsageError("a waiver says who accepts it and why")
+        return self.append(
+            {"kind": "waiver", "gate": gate, "who": who, "why": why, "until": until.isoformat()}
+        )
+
+    def waiver(self, gate: str, today: date) -> dict | None:
+        """The last waiver of a gate that holds on that day, or None."""
+        for entry in reversed(self.entries()):
+            if entry["kind"] == "waiver" and entry["gate"].lower() == gate.lower():
+                return entry if date.fromisoformat(entry["until"]) >= today else None
+        return None
+
+    def _append_locked(self, descriptor: int, entry: Mapping) -> dict:
+        content = _read_all(descriptor)
+        complete = content.rfind(b"\n") + 1
+        lines = _complete_lines(content)
+        previous = _START
+        if lines:
+            try:
+                previous = json.loads(lines[-1])["hash"]
+            except (ValueError, KeyError, TypeError) as error:
+                message = f"{self.path} line {len(lines)} is broken: not a ledger entry"
+                raise UsageError(message) from error
+        chained = {"date": _now(), **entry, "previous": previous}
+        chained["hash"] = _hash(chained)
+        line = json.dumps(chained, sort_keys=True, allow_nan=False).encode() + b"\n"
+        os.ftruncate(descriptor, complete)
+        os.lseek(descriptor, complete, os.SEEK_SET)
+        try:
+            if os.write(descriptor, line) != len(line):
+                raise OSError(28, "no space left on device")
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, complete)
+            raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
+        return chained
+
+    def _lines(self) -> Iterator[dict]:
+        return (json.loads(line) for line in _complete_lines(self._bytes()))
+
+    def _bytes(self) -> bytes:
+        with _shared_lock(self.path) as descriptor:
+            return b"" if descriptor is None else _read_all(descriptor)
+
+
+def verdict_entry(
+    gate: str,
+    results: Sequence[CheckResult],
+    *,
+    device: str,
+    fingerprint: Mapping[str, str],
+    facts: Mapping[str, object],
+) -> dict:
+    """A ledger or evidence entry of kind `verdict`.
+
+    fingerprint: hex digests by `code`, and for a trained run `config`, `data`, `checkpoint`.
+    facts: device, driver and version facts of the machine it was measured on.
+    """
+    return {
+        "kind": "verdict",
+        "date": _now(),
+        "gate": gate,
+        "verdict": verdict_of(results),
+        "device": device,
+        "fingerprint": dict(fingerprint),
+        "facts": dict(facts),
+        "checks": [check_record(result) for result in results],
+    }
+
+
+def check_record(result: CheckResult) -> dict:
+    """A check result as JSON; a value that is not finite becomes a string, none becomes null."""
+    return {
+        "name": result.check.name,
+        "value": _to_json(result.value),
+        "op": result.check.op,
+        "bar": result.check.bar,
+        "original": result.check.original,
+        "verdict": result.verdict,
+        "unit": result.check.unit,
+        "device": result.check.device,
+        "reason": result.reason,
+    }
+
+
+def recorded_values(entry: Mapping) -> dict[str, Measured]:
+    """The measured values of an entry, as `judge` takes them, to judge by the bars of today."""
+    return {record["name"]: _from_record(record) for record in entry["checks"]}
+
+
+def recorded_results(entry: Mapping) -> list[CheckResult]:
+    """The check results of an entry as they were judged then."""
+    return [
+        CheckResult(
+            Check(
+                name=record["name"],
+                op=record["op"],
+                bar=record["bar"],
+                original=record["original"],
+                device=record.get("device", "any"),
+                unit=record.get("unit", ""),
+            ),
+            _from_json(record["value"]),
+            record["verdict"],
+            record.get("reason", ""),
+        )
+        for record in entry["checks"]
+    ]
+
+
+def _from_record(record: Mapping) -> Measured:
+    value = _from_json(record["value"])
+    reason = record.get("reason", "")
+    if value is not None:
+        return value
+    if record["verdict"] in (NOT_MEASURED, STALE):
+        return NotMeasured(reason)
+    if record["verdict"] in (ERROR, FAIL):
+        return Failed(reason)
+    raise UsageError(f"entry with verdict {record['verdict']} and no value: {record['name']}")
+
+
+def _to_json(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+
+
+def _from_json(value: float | str | None) -> float | None:
+    return value if value is None else float(value)
+
+
+def _why_broken(line: bytes, previous: str) -> str | None:
+    try:
+        entry = json.loads(line)
+        if entry["previous"] != previous:
+            return "the entry before it is not the one that it was chained to"
+        if entry["hash"] != _hash(entry):
+            return "its content does not match its hash"
+        return None if "kind" in entry else "it has no kind"
+    except (ValueError, KeyError, TypeError):
+        return "not a ledger entry"
+
+
+def _hash(entry: Mapping) -> str:
+    content = {key: value for key, value in entry.items() if key != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _complete_lines(content: bytes) -> list[bytes]:
+    return content.split(b"\n")[:-1]
+
+
+def _read_all(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+@contextmanager
+def _shared_lock(path: Path) -> Iterator[int | None]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

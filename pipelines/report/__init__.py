@@ -1,0 +1,1 @@
+"""`xtrain-report`: the evolution of runs and phases, in words and plots."""

@@ -1,0 +1,1 @@
+"""Text to ids: GPT-2's, another model's, and the files that carry either."""

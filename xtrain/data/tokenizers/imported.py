@@ -1,0 +1,134 @@
+"""The tokenizer of a Hugging Face directory (tokenizer.json), with the interface of GPT-2's own.
+
+Text is ordinary here too: special tokens written in a document are encoded as their characters.
+The library `tokenizers` does the work. An export of this program holds the GPT-2 encoding, which is
+recognised by its file and read with the faster tokenizer that training used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from xtrain.data.tokenizers.gpt2 import END_OF_TEXT, Tokenizer, load_gpt2
+from xtrain.errors import UsageError
+
+FILE = "tokenizer.json"
+# Of the tokenizer.json that `hf_tokenizer.write_hf_tokenizer` writes.
+GPT2_SHA256 = "85b713689b1c16e69a29b6cec4e6e13f39357a0f028839fced57b4e157c49555"
+
+
+class ImportedTokenizer:
+    """`vocab_size` ids, `eot` the id between documents, `fingerprint` a sha256 in hex.
+
+    Raises UsageError when tokenizer.json cannot be read or no id ends a text.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        import tokenizers
+
+        path = Path(directory) / FILE
+        try:
+            content = path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UsageError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as ordinary text, that is
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.eot = self._end_of_text(Path(directory))
+        facts = f"{hashlib.sha256(content).hexdigest()} {self.eot}"
+        self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
+        self._token_bytes: np.ndarray | None = None
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Return the ids of `text`; special tokens in it are ordinary text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str], *, workers: int = 0) -> list[np.ndarray]:
+        """Return one uint32 array of ids a text, encoded by `workers` threads (0: one a core)."""
+        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+            return list(pool.map(self._encode, texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        An id that the model has and the tokenizer has not is no text. Special tokens are shown.
+        """
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def text_bytes(self, ids: np.ndarray) -> int:
+        """Return how many UTF-8 bytes of text `ids` stand for; an end-of-text id is none."""
+        if self._token_bytes is None:
+            self._token_bytes = self._bytes_by_id()
+        return int(self._token_bytes[ids].sum())
+
+    def _encode(self, text: str) -> np.ndarray:
+        # A batch of one: unlike `encode` it leaves the interpreter to the other threads.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(found.ids, np.uint32)
+
+    def _end_of_text(self, directory: Path) -> int:
+        named = self._tokenizer.token_to_id(END_OF_TEXT)
+        if named is not None:
+            return named
+        ids = end_ids(directory)
+        if not ids:
+            raise UsageError(f"{directory}: neither {END_OF_TEXT} in {FILE} nor an eos_token_id")
+        if not 0 <= ids[0] < self.vocab_size:
+            raise UsageError(
+                f"{directory}: eos_token_id={ids[0]}, {FILE} has {self.vocab_size} ids"
+            )
+        return ids[0]
+
+    def _bytes_by_id(self) -> np.ndarray:
+        from tokenizers.decoders import ByteLevel
+
+        sizes = np.zeros(self.vocab_size, np.int64)
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_level = isinstance(self._tokenizer.decoder, ByteLevel)  # one letter a byte
+        for i in range(self.vocab_size):
+            piece = self._tokenizer.id_to_token(i)
+            if piece is None or i == self.eot:
+                continue
+            letters = byte_level and i not in added
+            sizes[i] = len(piece) if letters else len(self.decode([i]).encode())
+        return sizes
+
+
+def load_tokenizer(directory: str | Path | None) -> Tokenizer | ImportedTokenizer:
+    """Return the tokenizer of a Hugging Face directory, GPT-2's for None.
+
+    Raises UsageError when there is none in the directory, or it cannot be read.
+    """
+    if directory is None:
+        return load_gpt2()
+    path = Path(directory) / FILE
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UsageError(f"{directory}: no readable {FILE} ({error.strerror})") from error
+    return load_gpt2() if digest == GPT2_SHA256 else ImportedTokenizer(Path(directory))
+
+
+def end_ids(directory: Path) -> list[int]:
+    """Return the ids that end a text by config.json and generation_config.json, in that order."""
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        try:
+            stated = json.loads((Path(directory) / name).read_text("utf-8")).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise UsageError(f"{Path(directory) / name} cannot be read: {error}") from error
+        found += stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(isinstance(each, int) for each in found):
+        raise UsageError(f"{directory}: eos_token_id={found} is not an id or a list of ids")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,279 @@
+"""Run directories: `outputs/<run>/<phase>/<id>/` with manifest.json, config.yaml, metrics.jsonl.
+
+The directory is the source of truth; MLflow (`xtrain.track.mirror`) only reads it.
+
+- manifest.json: what ran, on what, and how it ended. Status is RUNNING, FINISHED, FAILED or KILLED;
+  a RUNNING run whose process is gone was killed, which `xtrain.track.resume` finds out.
+- metrics.jsonl: `{"step": 10, "kind": "train", "time": ..., "loss": ...}`, one line a record, each
+  written by one unbuffered write, so that a SIGKILL loses at most the line being written. Floats
+  are written by `repr` and read back bit for bit; NaN and infinities are the strings "NaN",
+  "Infinity" and "-Infinity", because JSON has no other spelling for them.
+
+Every other file is written to a temporary name, synced and renamed.
+"""
+
+import errno
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from xtrain.errors import UsageError, WriteError
+from xtrain.track.machine import identity
+
+RUNNING = "RUNNING"
+ENDED = ("FINISHED", "FAILED", "KILLED")
+
+
+class RunDir:
+    """An open run directory. Made by `open_run` and `xtrain.track.resume.continue_run`."""
+
+    def __init__(self, path: Path, manifest: dict):
+        self.path = Path(path)
+        self.manifest = manifest
+        self._metrics: int | None = None
+
+    @property
+    def id(self) -> str:
+        """The directory's own name, unique among the runs of a run and phase."""
+        return self.manifest["id"]
+
+    def log(self, step: int, values: Mapping[str, object], *, kind: str = "train") -> None:
+        """Append one record to metrics.jsonl; values are numbers (NumPy's too) or None.
+
+        Raises TypeError for any other value and WriteError when the disk is full; the file then
+        still ends with the last complete record.
+        """
+        record = {"step": int(step), "kind": kind, "time": time.time()}
+        record |= {name: _number(name, value) for name, value in values.items()}
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        if self._metrics is None:
+            self._metrics = self._open_metrics()
+        try:
+            _append(self._metrics, line)
+        except OSError as error:
+            raise _write_error(self.path / "metrics.jsonl", error) from error
+
+    def truncate_after(self, step: int) -> None:
+        """Drop every record after a step, so that none is doubled when it is redone."""
+        self.close()
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            kept = [line for record, line in _records(metrics) if record["step"] <= step]
+            self.write_text("metrics.jsonl", "".join(kept))
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a file of the run atomically; name may be a relative path."""
+        return write_atomically(self.path / name, text)
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Write a JSON file of the run atomically."""
+        return self.write_text(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+    def update(self, **fields: object) -> None:
+        """Set fields of the manifest, e.g. fingerprints that are known only later."""
+        self.manifest = {**self.manifest, **fields}
+        self.write_json("manifest.json", self.manifest)
+
+    def set_status(self, status: str) -> None:
+        """Set RUNNING, FINISHED, FAILED or KILLED; the last three also set the end time."""
+        if status != RUNNING and status not in ENDED:
+            raise ValueError(f"status {status!r}: choose one of {RUNNING}, {', '.join(ENDED)}")
+        self.update(status=status, ended=None if status == RUNNING else now())
+
+    def close(self) -> None:
+        """Close the metrics file; the next `log` opens it again."""
+        if self._metrics is not None:
+            os.close(self._metrics)
+            self._metrics = None
+
+    def _open_metrics(self) -> int:
+        path = self.path / "metrics.jsonl"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            os.ftruncate(descriptor, content.rfind(b"\n") + 1)  # a torn line would spoil the next
+        except OSError as error:
+            raise _write_error(path, error) from error
+        return descriptor
+
+
+def open_run(
+    root: str | Path,
+    run: str,
+    phase: str,
+    config: Mapping,
+    *,
+    config_text: str,
+    fingerprints: Mapping[str, str],
+    facts: Mapping[str, object],
+) -> RunDir:
+    """Make the directory of a run that starts now.
+
+    config: the resolved config as plain values; config_text: the same as YAML, for config.yaml.
+    fingerprints: hex digests by `config`, `code`, `data`; facts: device, versions, counts.
+    Raises UsageError when the directory cannot be written.
+    """
+    try:
+        path = _make_directory(Path(root).resolve() / run / phase)
+        manifest = {
+            "id": path.name,
+            "run": run,
+            "phase": phase,
+            "status": RUNNING,
+            **identity(),
+            "started": now(),
+            "ended": None,
+            "resumes": [],
+            "fingerprints": dict(fingerprints),
+            "facts": dict(facts),
+            "config": plain(config),
+        }
+        opened = RunDir(path, manifest)
+        opened.write_text("config.yaml", config_text)
+        opened.write_json("manifest.json", manifest)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"out={root}: cannot write a run there: {reason}") from error
+    return opened
+
+
+def read_metrics(path: str | Path, kind: str | None = None) -> list[dict]:
+    """The complete records of a metrics.jsonl, non-finite values as floats.
+
+    A torn last line is passed over. Raises ValueError naming the line for one broken before it.
+    """
+    wanted = (record for record, _ in _records(Path(path)) if kind in (None, record["kind"]))
+    return [{key: _from_json(key, value) for key, value in record.items()} for record in wanted]
+
+
+def load_run(path: str | Path) -> RunDir:
+    """Open an existing run directory. Raises UsageError when it has no readable manifest.json."""
+    path = Path(path)
+    try:
+        manifest = json.loads((path / "manifest.json").read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} is not a run directory: it has no manifest.json") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path / 'manifest.json'} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or not {"id", "run", "phase", "status"} <= manifest.keys():
+        raise UsageError(f"{path / 'manifest.json'} is not the manifest of a run")
+    return RunDir(path.resolve(), manifest)
+
+
+def all_runs(root: str | Path, run: str = "*", phase: str = "*") -> list[RunDir]:
+    """Every run below the root with a readable manifest, oldest first."""
+    found = []
+    for manifest in Path(root).glob(f"{run}/{phase}/*/manifest.json"):
+        try:
+            found.append(load_run(manifest.parent))
+        except UsageError:
+            continue  # not ours, or damaged: naming it by its path says why
+    return sorted(found, key=lambda each: (each.manifest.get("started", ""), each.id))
+
+
+def plain(value: object) -> object:
+    """A config value as JSON holds it: mappings, lists, paths as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return _spell(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def write_atomically(path: Path, text: str) -> Path:
+    """Write a text file so that a reader or a kill sees the old or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+    return path
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601 with microseconds."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _make_directory(parent: Path) -> Path:
+    """A directory that nobody else has: random digits end its name, an existing one is refused."""
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    """Write all of the line or none of it."""
+    size = os.fstat(descriptor).st_size
+    try:
+        if os.write(descriptor, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+
+
+def _records(path: Path) -> Iterable[tuple[dict, str]]:
+    """(record, its line) for every complete line; what follows the last newline is torn."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["step"], record["kind"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} line {number} is not a metrics record") from error
+        yield record, line.decode() + "\n"
+
+
+def _number(name: str, value: object) -> float | int | str | None:
+    if name in ("step", "kind", "time"):
+        raise TypeError(f"metric {name!r}: the record has a field of that name")
+    if hasattr(value, "item"):
+        value = value.item()
+    if value is not None and not isinstance(value, int | float):
+        raise TypeError(f"metric {name!r}: {value!r} is not a number")
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else _spell(value)
+
+
+def _spell(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _from_json(key: str, value: object) -> object:
+    return float(value) if key != "kind" and isinstance(value, str) else value
+
+
+def _write_error(path: Path, error: OSError) -> WriteError:
+    if isinstance(error, WriteError):
+        return error
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    hint = "; free space, then resume=auto goes on" if error.errno == errno.ENOSPC else ""
+    return WriteError(f"cannot write {path}: {reason}{hint}")
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
