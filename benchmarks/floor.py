@@ -1,9 +1,8 @@
 """What work must at least cost: products and bytes over the rates that the device reaches.
 
-FLOP of a token = 6 (core + head) + 6 layers width seq: forward and backward of every product, and
-of causal attention's half. Optimizer bytes of a parameter: master, gradient and two moments read
-and written, and the bf16 copy written. The rates are measured where the benchmark runs, so the
-floor is one that this machine could reach, not a datasheet's.
+FLOPs of a token: `xtrain.models.counts`. Optimizer bytes of a parameter: master, gradient and two
+moments read and written, and the bf16 copy written. The rates are measured where the benchmark
+runs, so the floor is one that this machine could reach, not a datasheet's.
 """
 
 import time
@@ -12,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from xtrain.engine import ops
+from xtrain.engine.op import Op
 from xtrain.models.config import Qwen3Config
+from xtrain.models.counts import flops_per_token
 
 MFU_FLOPS = 790e12  # by convention: bf16 products a second of an H200, measured at 8192 cubed
-VIEWS = ("merge_heads", "reshape", "transpose")  # ops that need move nothing
 
 
 @dataclass(frozen=True)
@@ -30,62 +30,32 @@ class Rates:
         return max(flop / self.flops, bytes_moved / self.bytes)
 
 
-def flop_per_token(config: Qwen3Config, seq: int) -> float:
-    """Forward and backward FLOP of one token in a sequence of `seq`."""
-    width = config.num_attention_heads * config.head_dim
-    products = core_products(config) + config.vocab_size * config.hidden_size
-    return 6.0 * products + 6.0 * config.num_hidden_layers * width * seq
-
-
-def core_products(c: Qwen3Config) -> int:
-    """Elements of the blocks' matrices, each one multiply-add a token."""
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    block = c.hidden_size * (2 * q + 2 * kv) + 3 * c.hidden_size * c.intermediate_size
-    return c.num_hidden_layers * block
-
-
 def step_floor_s(
     config: Qwen3Config, *, tokens: int, seq: int, parameters: int, precision: str, rates: Rates
 ) -> float:
     """Seconds a step of `tokens` must take: products, then one pass of the optimizer."""
     traffic = parameters * (32 + (2 if precision == "bf16" else 0))
-    return tokens * flop_per_token(config, seq) / rates.flops + traffic / rates.bytes
+    return tokens * flops_per_token(config, seq) / rates.flops + traffic / rates.bytes
 
 
-def op_flop(name: str, inputs: tuple, attrs: dict, direction: str) -> float:
+def op_flop(op: Op, inputs: tuple, attrs: dict, direction: str) -> float:
     """FLOP of the products in one op; 0 for ops that only move and combine bytes."""
-    match name:
-        case "linear":
-            x, weight = inputs[:2]
-            return 2.0 * x.size * weight.shape[0] * (1 if direction == "forward" else 2)
-        case "attention":
-            q, k = inputs[:2]
-            return 2.0 * q.size * k.shape[2] * (1 if direction == "forward" else 2.5)
-        case "linear_cross_entropy":
-            x, weight = inputs[:2]
-            in_forward = attrs.get("dweight_into") is not None
-            share = {"forward": 3 if in_forward else 1, "backward": 0 if in_forward else 2}
-            return 2.0 * x.size * weight.shape[0] * share[direction]
-    return 0.0
+    return 0.0 if op.flop is None else op.flop(inputs, attrs, direction)
 
 
-def op_bytes(name: str, inputs: tuple, outputs, *, mutates: tuple[int, ...] = ()) -> float:
+def op_bytes(op: Op, inputs: tuple, outputs) -> float:
     """Bytes that a forward must read and write; inputs that it mutates are both."""
-    if name in VIEWS:
-        return 0.0
-    if name == "embedding":  # of the table only the rows that are looked up
-        return nbytes(inputs[1]) + 2 * nbytes(outputs)
-    if mutates:
-        return nbytes(inputs) + nbytes([inputs[i] for i in mutates])
+    if op.moved is not None:
+        return op.moved("forward", inputs, outputs)
+    if op.mutates:
+        return nbytes(inputs) + nbytes([inputs[i] for i in op.mutates])
     return nbytes(inputs) + nbytes(outputs)
 
 
-def op_backward_bytes(name: str, dy, saved, gradients, into) -> float:
+def op_backward_bytes(op: Op, dy, saved, gradients, into) -> float:
     """Bytes that a backward must move; buffers that are added to are read and written."""
-    if name in VIEWS:
-        return 0.0
-    if name == "embedding":
-        return 3 * nbytes(dy)
+    if op.moved is not None:
+        return op.moved("backward", dy, gradients)
     return nbytes((dy, saved, gradients)) + 2 * nbytes(into)
 
 

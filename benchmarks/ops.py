@@ -15,11 +15,14 @@ from benchmarks import floor
 from benchmarks.result import Result, versions
 from benchmarks.train_step import Work, device_name, load_config
 from xtrain.engine import device as devices
-from xtrain.engine import ops, rng
+from xtrain.engine import ops, rng  # noqa: F401  declares the ops
 from xtrain.engine.dtype import bfloat16, float32
+from xtrain.engine.op import OPS, Op, Sample, Sizes, Spec
 from xtrain.engine.tensor import SEED
+from xtrain.engine.testing import draw_spec
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
+from xtrain.models.counts import count_parameters
 
 REPEATS = 4  # runs of an op in one timed call
 ROUNDS = 7
@@ -27,122 +30,84 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """An op on arrays of a model's sizes. label: which of the op's uses this is."""
+    """One use of an op in a training step, on arrays of a model's sizes."""
 
-    op: object
+    op: Op
     label: str
     inputs: tuple
     attrs: dict
-    differentiable: bool = True
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether there is a backward to time: a loss may have made its gradients in forward."""
+        return self.op.reference.backward is not None and "dweight_into" not in self.attrs
 
 
 def measure_ops(work: Work, only: str | None) -> list[Result]:
-    """Time every case, or those of one op; UsageError when there is none of that name."""
+    """Time every op that says how a step uses it, or one; UsageError when none has that name."""
     device = devices.use("auto")
-    config = load_config(work.model, work.seq)
-    makers = _makers(config, work, device)
-    chosen = [m for m in makers if only is None or m.__name__ == only]
+    sizes = _sizes(load_config(work.model, work.seq), work)
+    chosen = {n: op for n, op in OPS.items() if op.bench and (only is None or n == only)}
     if not chosen:
-        names = ", ".join(sorted({m.__name__ for m in makers}))
+        names = ", ".join(sorted(name for name, op in OPS.items() if op.bench))
         raise UsageError(f"--op {only}: choose one of {names}")
     rates = floor.measured_rates(device, work.precision)
+    dtype = bfloat16 if work.precision == "bf16" else float32
     return [
         result
-        for maker in chosen
-        for case in maker()
-        for result in _measure_case(case, work, device, rates)
+        for op in chosen.values()
+        for sample in op.bench(sizes)
+        for result in _measure_case(_draw(op, sample, device, dtype), work, device, rates)
     ]
 
 
-def _makers(c: Qwen3Config, work: Work, device) -> list:
-    """Functions that build the cases of one op each; arrays live only while their op is timed."""
-    xp, B, T, D = device.xp, work.batch, work.seq, c.hidden_size
-    H, Hk, Dh, F = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.intermediate_size
-    words = -(-c.vocab_size // 64) * 64
-    dtype = bfloat16 if work.precision == "bf16" else float32
-    key = rng.key_array(xp, 1, 2, 0)
+def _sizes(c: Qwen3Config, work: Work) -> Sizes:
+    """The sizes of a step; at most 2**29 parameters, so that every buffer has room."""
+    parameters = count_parameters(c).total
+    return Sizes(
+        B=work.batch,
+        T=work.seq,
+        D=c.hidden_size,
+        H=c.num_attention_heads,
+        Hk=c.num_key_value_heads,
+        Dh=c.head_dim,
+        F=c.intermediate_size,
+        V=c.vocab_size,
+        rows=-(-c.vocab_size // 64) * 64,
+        parameters=min(parameters // 64 * 64, 1 << 29),
+    )
 
-    def normal(*shape, dtype=dtype):
-        size = int(np.prod(shape))
-        return (rng.uniform(xp, size, key, 7) - np.float32(0.5)).astype(dtype).reshape(shape)
 
-    def token_ids():
-        drawn = np.random.default_rng(0).integers(0, c.vocab_size, (B, T))
-        return device.array(drawn.astype(np.int32))
-
-    def embedding():
-        yield Case(ops.embedding, "tokens", (normal(words, D), token_ids()), {})
-
-    def add_rms_norm():
-        gain = normal(D, dtype=float32)
-        inputs = (normal(B, T, D), normal(B, T, D), gain)
-        yield Case(ops.add_rms_norm, "residual", inputs, {"eps": 1e-6})
-
-    def linear():
-        sizes = {
-            "qkv_proj": (D, (H + 2 * Hk) * Dh),
-            "o_proj": (H * Dh, D),
-            "gate_up_proj": (D, 2 * F),
-            "down_proj": (F, D),
-        }
-        for name, (inner, outer) in sizes.items():
-            yield Case(ops.linear, name, (normal(B, T, inner), normal(outer, inner)), {})
-
-    def qk_norm_rope():
-        gains = (normal(Dh, dtype=float32), normal(Dh, dtype=float32))
-        positions = xp.broadcast_to(xp.arange(T, dtype=np.int32), (B, T))
-        attrs = {"heads": H, "kv_heads": Hk, "eps": 1e-6, "theta": c.rope_theta}
-        inputs = (normal(B, T, (H + 2 * Hk) * Dh), *gains, positions)
-        yield Case(ops.qk_norm_rope, "heads", inputs, attrs)
-
-    def attention():
-        inputs = (normal(B, H, T, Dh), normal(B, Hk, T, Dh), normal(B, Hk, T, Dh), None, None)
-        yield Case(ops.attention, "causal", inputs, {})
-
-    def swiglu():
-        yield Case(ops.swiglu, "gate", (normal(B, T, 2 * F),), {})
-
-    def dropout():
-        yield Case(ops.dropout, "stream", (normal(B, T, D), key), {"p": 0.1, "site": 3})
-
-    def linear_cross_entropy():
-        weight = normal(words, D)
-        into = xp.zeros(weight.shape, np.float32)
-        inputs = (normal(B, T, D), weight, token_ids(), xp.ones((), np.float32))
-        attrs = {"vocab_size": c.vocab_size, "dweight_into": into}
-        yield Case(ops.linear_cross_entropy, "head", inputs, attrs, differentiable=False)
-
-    def global_norm():
-        yield Case(ops.global_norm, "gradient", (_flat(c, normal),), {}, differentiable=False)
-
-    def adamw():
-        buffers = tuple(_flat(c, normal) for _ in range(3))
-        second = xp.abs(_flat(c, normal))
-        copy = xp.empty(second.size, bfloat16) if dtype == bfloat16 else None
-        hyper = device.array(np.array([1e-3, 0.1, 0.2, 1.0, 1.0], np.float32))
-        attrs = {"decayed": second.size, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-        inputs = (*buffers, second, hyper, copy)
-        attrs |= {"weight_decay": 0.1}
-        yield Case(ops.adamw, "buffers", inputs, attrs, differentiable=False)
-
-    return [
-        embedding,
-        add_rms_norm,
-        linear,
-        qk_norm_rope,
-        attention,
-        swiglu,
-        dropout,
-        linear_cross_entropy,
-        global_norm,
-        adamw,
+def _draw(op: Op, sample: Sample, device, dtype) -> Case:
+    """The sample on the device; equal Specs share an array, so a step's bytes are what it needs."""
+    drawn: dict[int, object] = {}
+    arrays = [
+        None if spec is None else _draw_one(spec, drawn, device, dtype) for spec in sample.inputs
     ]
+    attrs = {
+        name: _draw_one(value, drawn, device, dtype) if isinstance(value, Spec) else value
+        for name, value in sample.attrs.items()
+    }
+    return Case(op, sample.name, tuple(arrays), attrs)
 
 
-def _flat(c: Qwen3Config, normal):
-    """A buffer of as many elements as the model has, fp32, at most 2**29 of them."""
-    count = floor.core_products(c) + 2 * c.vocab_size * c.hidden_size
-    return normal(min(count // 64 * 64, 1 << 29), dtype=float32)
+def _draw_one(spec: Spec, drawn: dict, device, dtype):
+    """An array for a Spec, made on the device: the host would take minutes for v12's."""
+    xp, own = device.xp, float32 if spec.dtype == "float32" else dtype
+    size = int(np.prod(spec.shape))
+    key = rng.key_array(xp, 1, 2, len(drawn))
+    drawn[len(drawn)] = spec
+    match spec.kind:
+        case "normal" | "positive":
+            shift = np.float32(0.5 if spec.kind == "normal" else 0)
+            return (rng.uniform(xp, size, key, 7) - shift).astype(own).reshape(spec.shape)
+        case "ids":
+            return (rng.uniform(xp, size, key, 7) * spec.high).astype(np.int32).reshape(spec.shape)
+        case "zeros":
+            return xp.zeros(spec.shape, own)
+        case "copy":  # the narrow copy of weights, where there is one
+            return xp.empty(spec.shape, bfloat16) if dtype == bfloat16 else None
+    return device.array(draw_spec(spec, np.random.default_rng(0), own))
 
 
 def _measure_case(case: Case, work: Work, device, rates: floor.Rates) -> list[Result]:
@@ -153,7 +118,7 @@ def _measure_case(case: Case, work: Work, device, rates: floor.Rates) -> list[Re
             case,
             "forward",
             lambda: chosen.forward(xp, *case.inputs, **case.attrs),
-            floor.op_bytes(case.op.name, case.inputs, y, mutates=case.op.mutates),
+            floor.op_bytes(case.op, case.inputs, y),
             work,
             device,
             rates,
@@ -171,7 +136,7 @@ def _measure_case(case: Case, work: Work, device, rates: floor.Rates) -> list[Re
 
         gradients = backward()
         into = extra.get("into")
-        bytes_moved = floor.op_backward_bytes(case.op.name, dy, saved, gradients, into)
+        bytes_moved = floor.op_backward_bytes(case.op, dy, saved, gradients, into)
         results.append(_result(case, "backward", backward, bytes_moved, work, device, rates))
     return [replace(r, detail=r.detail | {"kernel": chosen.name}) for r in results]
 
@@ -183,7 +148,7 @@ def _ones_like(xp, y):
 
 
 def _result(case, direction, function, bytes_moved, work, device, rates) -> Result:
-    flop = floor.op_flop(case.op.name, case.inputs, case.attrs, direction)
+    flop = floor.op_flop(case.op, case.inputs, case.attrs, direction)
     seconds = _time(function, device)
     floor_s = rates.floor_s(flop=flop, bytes_moved=bytes_moved)
     return Result(

@@ -122,8 +122,8 @@ def _timed(name: str, made: Implementation, records: list[Record], cupy) -> Impl
         y, saved = made.forward(xp, *arrays, **attrs)
         ended = _event(cupy)
         ended.record()
-        flop = floor.op_flop(name, arrays, attrs, "forward")
-        moved = floor.op_bytes(name, arrays, y, mutates=OPS[name].mutates)
+        flop = floor.op_flop(OPS[name], arrays, attrs, "forward")
+        moved = floor.op_bytes(OPS[name], arrays, y)
         records.append(Record(name, "forward", started, ended, flop, moved))
         return y, (arrays, saved)
 
@@ -135,11 +135,11 @@ def _timed(name: str, made: Implementation, records: list[Record], cupy) -> Impl
         ended = _event(cupy)
         ended.record()
         attrs = {k: v for k, v in options.items() if k != "into"}
-        flop = floor.op_flop(name, arrays, attrs, "backward")
+        flop = floor.op_flop(OPS[name], arrays, attrs, "backward")
         # A loss that made its gradients in forward has nothing left to move.
         done = attrs.get("dweight_into") is not None
         into = options.get("into")
-        moved = 0.0 if done else floor.op_backward_bytes(name, dy, inner, gradients, into)
+        moved = 0.0 if done else floor.op_backward_bytes(OPS[name], dy, inner, gradients, into)
         records.append(Record(name, "backward", started, ended, flop, moved))
         return gradients
 

@@ -20,6 +20,7 @@ from xtrain.engine import rng
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
+from xtrain.models.counts import flops_per_token
 from xtrain.models.qwen3 import Qwen3
 from xtrain.train.config import OptimConfig
 from xtrain.train.objectives.next_token import next_token
@@ -126,7 +127,7 @@ def measure(
     step_s = statistics.median(our_s)
     of_device = _device_detail(device, ours, theirs)  # before the rates' own arrays
     rates = floor.measured_rates(device, work.precision)
-    flop = work.tokens * floor.flop_per_token(config, work.seq)
+    flop = work.tokens * flops_per_token(config, work.seq)
     floor_s = floor.step_floor_s(
         config,
         tokens=work.tokens,

@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest import mock
 
 from gates.judging.gate import Defect, Explained, Gate, NotMeasured
-from xtrain.assemble.estimate import count_parameters
 from xtrain.assemble.learner import build, eval_windows, measure
 from xtrain.config.compose import compose, load_run, load_saved, read_tree
 from xtrain.config.files import conf_dir
@@ -23,6 +22,7 @@ from xtrain.config.rules import AXES
 from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import data_cache, prepare, unigram_entropy
 from xtrain.errors import UsageError
+from xtrain.models.counts import count_parameters
 from xtrain.track.run_dir import all_runs, read_metrics
 from xtrain.train import checkpoint
 

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from xtrain.assemble.estimate import count_parameters
 from xtrain.config.compose import (
     compose,
     compose_with,
@@ -26,6 +25,7 @@ from xtrain.config.identity import (
 )
 from xtrain.config.rules import check_features, resolve_features
 from xtrain.errors import UsageError
+from xtrain.models.counts import count_parameters
 
 RUNS = choices("run")
 PHASES = choices("phase")

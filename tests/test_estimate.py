@@ -5,9 +5,7 @@ import dataclasses
 import pytest
 
 from xtrain.assemble.estimate import (
-    count_parameters,
     describe,
-    flops_per_token,
     padded_vocab,
     training_memory_bytes,
     what_would_fit,
@@ -15,6 +13,7 @@ from xtrain.assemble.estimate import (
 from xtrain.config.compose import compose, load_run
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
+from xtrain.models.counts import count_parameters, flops_per_token
 
 TINY = Qwen3Config(
     hidden_size=8,

@@ -19,11 +19,11 @@ from gates.judging.judge import NOT_MEASURED, CheckResult
 from gates.judging.ledger import Ledger
 from gates.judging.measure import Bench, Standing, standing
 from gates.judging.table import show_value
-from xtrain.assemble.estimate import count_parameters
 from xtrain.config.compose import gate_checks, load_saved
 from xtrain.config.files import choices
 from xtrain.config.schema import RunConfig
 from xtrain.errors import UsageError
+from xtrain.models.counts import count_parameters
 from xtrain.track.mirror import read_note
 from xtrain.track.run_dir import RunDir, all_runs, read_metrics, write_atomically
 

@@ -116,7 +116,7 @@ def _copy(a):
     return None if a is None else a.copy()
 
 
-def cases(samples: dict[str, list], dtypes=(float32,)):
+def cases(samples: dict[str, list], dtypes=(float32,), *, simulated: bool = False):
     """(op, sample, key, dtype) and an id, for kernels that are fused in this process."""
     from xtrain.engine.op import OPS
 
@@ -125,7 +125,7 @@ def cases(samples: dict[str, list], dtypes=(float32,)):
         for name, chosen in samples.items()
         for sample in chosen
         for key in OPS[name].fused
-        if key.startswith("cuda")
+        if key.startswith("cuda") and (OPS[name].fused[key].simulated or not simulated)
         for dtype in dtypes
         if not (OPS[name].mutates and dtype != float32)
     ]

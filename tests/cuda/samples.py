@@ -7,21 +7,21 @@ ADAMW = {"decayed": 40, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay"
 
 WHOLE_WORDS = {
     "rms_norm": [
-        Sample("words", (normal(5, 64), normal(64)), {"eps": 1e-6}, (), 64),
-        Sample("two_warps", (normal(1, 1284), normal(1284)), {"eps": 1e-6}, (), 1284),
+        Sample("words", (normal(5, 64), normal(64)), {"eps": 1e-6}, 64),
+        Sample("two_warps", (normal(1, 1284), normal(1284)), {"eps": 1e-6}, 1284),
     ],
     "add_rms_norm": [
-        Sample("words", (normal(5, 64), normal(5, 64), normal(64)), {"eps": 1e-6}, (), 64),
+        Sample("words", (normal(5, 64), normal(5, 64), normal(64)), {"eps": 1e-6}, 64),
     ],
     "qk_norm_rope": [
-        Sample("words", (normal(1, 3, 128), normal(32), normal(32), ids(9, 1, 3)), HEADS, (), 32),
-        Sample("words_no_norm", (normal(2, 2, 128), None, None, ids(9, 2, 2)), HEADS, (), 32),
+        Sample("words", (normal(1, 3, 128), normal(32), normal(32), ids(9, 1, 3)), HEADS, 32),
+        Sample("words_no_norm", (normal(2, 2, 128), None, None, ids(9, 2, 2)), HEADS, 32),
     ],
     "swiglu": [Sample("words", (normal(3, 48, scale=3.0),))],
     "dropout": [Sample("words", (normal(4, 16), Spec((4,), "key")), {"p": 0.3, "site": 5})],
-    "softmax": [Sample("words", (normal(3, 40, scale=4.0),), {}, (), 40)],
-    "embedding": [Sample("words", (normal(7, 16), ids(3, 2, 18)), {}, (), 36)],
-    "global_norm": [Sample("words", (normal(1000),), {}, (), 1000)],
+    "softmax": [Sample("words", (normal(3, 40, scale=4.0),), {}, 40)],
+    "embedding": [Sample("words", (normal(7, 16), ids(3, 2, 18)), {}, 36)],
+    "global_norm": [Sample("words", (normal(1000),), {}, 1000)],
     "adamw": [
         Sample(
             "words",
@@ -33,13 +33,12 @@ WHOLE_WORDS = {
 
 LARGE_ATTRS = {"heads": 40, "kv_heads": 10, "eps": 1e-6, "theta": 10000.0}
 LARGE = {  # shapes of a training step, with fewer tokens
-    "rms_norm": [Sample("v9", (normal(3000, 1280), normal(1280)), {"eps": 1e-6}, (), 3000)],
+    "rms_norm": [Sample("v9", (normal(3000, 1280), normal(1280)), {"eps": 1e-6}, 3000)],
     "add_rms_norm": [
         Sample(
             "v9",
             (normal(3000, 1280), normal(3000, 1280), normal(1280)),
             {"eps": 1e-6},
-            (),
             3000,
         )
     ],
@@ -48,13 +47,12 @@ LARGE = {  # shapes of a training step, with fewer tokens
             "v9",
             (normal(3, 300, 1920), normal(32), normal(32), ids(1024, 3, 300)),
             LARGE_ATTRS,
-            (),
             36000,
         )
     ],
     "swiglu": [Sample("v9", (normal(999, 8192),))],
-    "embedding": [Sample("v9", (normal(500, 1280), ids(500, 4, 1000)), {}, (), 20)],
-    "global_norm": [Sample("long", (normal(3_000_001),), {}, (), 3_000_001)],
+    "embedding": [Sample("v9", (normal(500, 1280), ids(500, 4, 1000)), {}, 20)],
+    "global_norm": [Sample("long", (normal(3_000_001),), {}, 3_000_001)],
     "adamw": [
         Sample(
             "long",

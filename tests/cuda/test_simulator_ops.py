@@ -1,30 +1,16 @@
 """Every Numba kernel of an op against the float64 reference, in Numba's CUDA simulator."""
 
-import importlib
-
 import pytest
 from parity import SIMULATOR, bits, cases, error_ratio, every_second
 from samples import WHOLE_WORDS
 
-import xtrain.engine.ops  # noqa: F401  declares the ops
+from xtrain.cuda import import_kernels
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.op import OPS
 
 pytestmark = pytest.mark.simulator
 
-MODULES = (
-    "adamw",
-    "dropout",
-    "embedding",
-    "global_norm",
-    "matmul",
-    "qk_norm_rope",
-    "rms_norm",
-    "softmax",
-    "swiglu",
-)
-for name in MODULES:
-    importlib.import_module(f"xtrain.cuda.kernels.{name}")
+import_kernels()
 
 TOO_SLOW = {("embedding", "repeats")}  # a block a token: 150 blocks of 256 threads
 OWN = {
@@ -32,9 +18,13 @@ OWN = {
     for name, op in OPS.items()
     if any(key.startswith("cuda") for key in op.fused)
 }
-FP32 = cases(OWN) + cases(WHOLE_WORDS)
+FP32 = cases(OWN, simulated=True) + cases(WHOLE_WORDS, simulated=True)
 TWO_WARPS_ONCE = {n: [s for s in c if s.name != "two_warps"] for n, c in WHOLE_WORDS.items()}
-BF16 = cases(TWO_WARPS_ONCE, [bfloat16]) + cases({"rms_norm": OPS["rms_norm"].samples}, [bfloat16])
+BF16 = cases(
+    {**TWO_WARPS_ONCE, "rms_norm": [*TWO_WARPS_ONCE["rms_norm"], *OPS["rms_norm"].samples]},
+    [bfloat16],
+    simulated=True,
+)
 
 
 def parametrized(chosen):

@@ -3,30 +3,12 @@
 import pytest
 from parity import SIMULATOR, error_ratio
 
-from xtrain.cuda.kernels import attention, linear
+from xtrain.cuda.kernels import attention
 from xtrain.cuda.kernels import linear_cross_entropy as loss
 from xtrain.engine import ops
 from xtrain.engine.dtype import bfloat16, float32
 
 pytestmark = pytest.mark.simulator
-
-
-def parametrized(*chosen):
-    cases = [(op, sample) for op in chosen for sample in op.samples]
-    return pytest.mark.parametrize(
-        "op, sample", cases, ids=[f"{op.name}-{sample.name}" for op, sample in cases]
-    )
-
-
-@parametrized(ops.linear, ops.matmul)
-def test_products_equal_float64(op, sample):
-    assert linear.linear is ops.linear
-    assert error_ratio(SIMULATOR, op, sample, "cuda", float32) <= 1
-
-
-@parametrized(ops.attention)
-def test_attention_equals_float64_in_one_block(op, sample):
-    assert error_ratio(SIMULATOR, op, sample, "cuda", float32) <= 1
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16])
@@ -38,7 +20,10 @@ def test_attention_equals_float64_in_several_blocks(name, dtype, monkeypatch):
     assert error_ratio(SIMULATOR, ops.attention, sample, "cuda", dtype) <= 1
 
 
-@parametrized(ops.linear_cross_entropy, ops.token_logprob)
+LOSSES = [(op, s) for op in (ops.linear_cross_entropy, ops.token_logprob) for s in op.samples]
+
+
+@pytest.mark.parametrize("op, sample", LOSSES, ids=[f"{op.name}-{s.name}" for op, s in LOSSES])
 def test_the_loss_equals_float64_in_chunks_of_rows(op, sample, monkeypatch):
     monkeypatch.setattr(loss, "LOGIT_BYTES", 16 * 4 * 320)
     assert error_ratio(SIMULATOR, op, sample, "cuda", float32) <= 1

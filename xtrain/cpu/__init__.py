@@ -1,25 +1,18 @@
-"""Numba kernels for the CPU; importing this package plugs them into the ops."""
+"""Numba kernels for the CPU; importing this package plugs them into the ops.
+
+A kernel is a file of the same name as the op's declaration; the other files are what kernels are
+made of.
+"""
 
 import hashlib
 import importlib
 import os
+import pkgutil
 from pathlib import Path
 
 import numba
 
-from xtrain.engine import scalar
-
-KERNELS = (
-    "adamw",
-    "attention",
-    "embedding",
-    "global_norm",
-    "linear",
-    "linear_cross_entropy",
-    "qk_norm_rope",
-    "rms_norm",
-    "swiglu",
-)
+from xtrain.engine import ops, scalar
 
 
 def _load_kernels() -> None:
@@ -35,8 +28,9 @@ def _load_kernels() -> None:
         sources = [*sorted(here.glob("*.py")), Path(scalar.__file__)]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
         numba.config.CACHE_DIR = str(here / "__pycache__" / f"numba-{digest[:12]}")
-    for name in KERNELS:
-        importlib.import_module(f"{__name__}.{name}")
+    for module in pkgutil.iter_modules(ops.__path__):
+        if (here / f"{module.name}.py").exists():
+            importlib.import_module(f"{__name__}.{module.name}")
     numba.config.CACHE_DIR = before
 
 

@@ -15,9 +15,10 @@ given `into`: for each such input the gradient buffer to add to (then it returns
 None when there is no buffer (then it returns the gradient). Gradients of big matrices so never
 exist twice.
 
-Attributes are plain Python values known before the step runs; everything that changes from step to
-step is an array input. `tests/test_ops.py` generates gradient, parity, hygiene and determinism
-checks for every sample of every op in `OPS`.
+Attributes are plain Python values known before the step runs, or a buffer whose address never moves
+(the loss is handed the one that its weight gradient is added to); everything that changes from step
+to step is an array input. `tests/test_ops.py` generates gradient, parity, hygiene and determinism
+checks for every sample of every op in `OPS`, and `xtrain-bench ops` times what `bench` gives.
 """
 
 from collections.abc import Callable
@@ -41,20 +42,25 @@ class Implementation:
     backward: Callable | None = None
     accumulates: tuple[int, ...] = ()
     name: str = "reference"
+    simulated: bool = True  # whether Numba's simulator can run it, which knows no CUDA C++
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How a test draws one input: normal numbers, integer ids, or a given constant array."""
+    """How one input is drawn: normal numbers, integer ids, or a given constant array.
+
+    dtype: "" for that of the drawing, or a name when it does not follow (a gain stays float32).
+    """
 
     shape: tuple[int, ...]
-    kind: str = "normal"  # normal | positive | ids | starts | key
+    kind: str = "normal"  # normal | positive | ids | targets | starts | key | hyper | zeros | copy
     high: int = 0  # exclusive bound of ids
     scale: float = 1.0
+    dtype: str = ""
 
 
-def normal(*shape: int, scale: float = 1.0) -> Spec:
-    return Spec(shape, scale=scale)
+def normal(*shape: int, scale: float = 1.0, dtype: str = "") -> Spec:
+    return Spec(shape, scale=scale, dtype=dtype)
 
 
 def positive(*shape: int) -> Spec:
@@ -67,13 +73,31 @@ def ids(high: int, *shape: int) -> Spec:
 
 @dataclass(frozen=True)
 class Sample:
-    """A named set of inputs on which an op is tested and, tagged `bench`, timed."""
+    """A named set of inputs on which an op is tested or timed; an attribute may be a Spec too."""
 
     name: str
     inputs: tuple
     attrs: dict = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
     reduced: int = 1  # length of the longest sum, by whose square root rounding grows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A training step's sizes, at which ops are timed; the letters of `xtrain.engine.tensor`.
+
+    rows: of the embedding and the head, V and its padding. parameters: of the whole model.
+    """
+
+    B: int
+    T: int
+    D: int
+    H: int
+    Hk: int
+    Dh: int
+    F: int
+    V: int
+    rows: int
+    parameters: int
 
 
 class Op:
@@ -88,6 +112,9 @@ class Op:
         check: Callable | None = None,
         mutates: tuple[int, ...] = (),
         sees_seed: bool = False,
+        bench: Callable[[Sizes], tuple[Sample, ...]] | None = None,
+        flop: Callable[[tuple, dict, str], float] | None = None,
+        moved: Callable[[str, tuple, object], float] | None = None,
     ):
         if name in OPS:
             raise ValueError(f"op {name} is declared twice")
@@ -97,6 +124,10 @@ class Op:
         self.check = check
         self.mutates = mutates  # inputs updated in place (optimizer ops, which are not recorded)
         self.sees_seed = sees_seed  # backward is handed SEED itself when it is the tape's start
+        self.bench = bench  # the op's uses in a training step of these sizes
+        self.flop = flop  # (inputs, attrs, direction) -> FLOP of its products; None: it has none
+        # (direction, inputs, outputs) -> bytes; None: every array once. Backward: dy, gradients.
+        self.moved = moved
         self.fused: dict[str, Implementation] = {}
         OPS[name] = self
 
@@ -108,10 +139,11 @@ class Op:
         *,
         accumulates: tuple[int, ...] = (),
         variant: str | None = None,
+        simulated: bool = True,
     ) -> None:
         """Register a kernel for a backend; a variant is used only where the device asks for it."""
         key = backend if variant is None else f"{backend}:{variant}"
-        self.fused[key] = Implementation(forward, backward, accumulates, key)
+        self.fused[key] = Implementation(forward, backward, accumulates, key, simulated)
 
     def implementation(self, arrays: tuple) -> Implementation:
         """The implementation that runs for these arrays on the current device.

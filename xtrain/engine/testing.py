@@ -30,12 +30,13 @@ def draw(op: Op, sample: Sample, dtype) -> list:
     """The sample's inputs as NumPy arrays: fixed by the op's and the sample's names."""
     seed = zlib.crc32(f"{op.name}/{sample.name}".encode())
     return [
-        None if spec is None else _draw(spec, np.random.default_rng([seed, i]), dtype)
+        None if spec is None else draw_spec(spec, np.random.default_rng([seed, i]), dtype)
         for i, spec in enumerate(sample.inputs)
     ]
 
 
-def _draw(spec: Spec, source, dtype):
+def draw_spec(spec: Spec, source, dtype):
+    """One input as a NumPy array, drawn from a NumPy generator."""
     match spec.kind:
         case "normal":
             return np.asarray(spec.scale * source.standard_normal(spec.shape)).astype(dtype)

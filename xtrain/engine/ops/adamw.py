@@ -16,6 +16,8 @@ import numpy as np
 from xtrain.engine import scalar
 from xtrain.engine.op import Implementation, Op, Sample, Spec, normal, positive
 
+ATTRS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
 
 def check(p, g, m, v, hyper, copy, *, decayed, beta1, beta2, eps, weight_decay):
     if not p.shape == g.shape == m.shape == v.shape or p.ndim != 1:
@@ -47,8 +49,17 @@ def forward(xp, p, g, m, v, hyper, copy, *, decayed, beta1, beta2, eps, weight_d
 
 def _sample(name, n, decayed, apply):
     buffers = (normal(n), normal(n), normal(n, scale=0.1), positive(n))
-    attrs = dict(decayed=decayed, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    return Sample(name, (*buffers, Spec((5,), "hyper", high=apply), None), attrs)
+    hyper = Spec((5,), "hyper", high=apply)
+    return Sample(name, (*buffers, hyper, None), ATTRS | {"decayed": decayed})
+
+
+def bench(n):
+    size = n.parameters
+    buffer = normal(size, dtype="float32")
+    second = Spec((size,), "positive", dtype="float32")
+    hyper = Spec((5,), "hyper", high=1, dtype="float32")
+    inputs = (buffer, buffer, buffer, second, hyper, Spec((size,), "copy"))
+    return (Sample("buffers", inputs, ATTRS | {"decayed": size}),)
 
 
 adamw = Op(
@@ -57,4 +68,5 @@ adamw = Op(
     check=check,
     mutates=(0, 1, 2, 3),
     samples=(_sample("mixed", 1003, 517, 1), _sample("skipped", 64, 64, 0)),
+    bench=bench,
 )

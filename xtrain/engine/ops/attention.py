@@ -75,6 +75,15 @@ def _heads(B, H, Hk, T, S, Dh):
     return normal(B, H, T, Dh), normal(B, Hk, S, Dh), normal(B, Hk, S, Dh)
 
 
+def flop(inputs, attrs, direction):
+    q, k = inputs[:2]
+    return 2.0 * q.size * k.shape[2] * (1 if direction == "forward" else 2.5)  # the causal half
+
+
+def bench(n):
+    return (Sample("causal", (*_heads(n.B, n.H, n.Hk, n.T, n.T, n.Dh), None, None)),)
+
+
 attention = Op(
     "attention",
     Implementation(forward, backward),
@@ -89,4 +98,6 @@ attention = Op(
         ),
         Sample("cached", (*_heads(2, 4, 2, 3, 9, 4), None, Spec((2,), "ids", 7)), reduced=9),
     ),
+    bench=bench,
+    flop=flop,
 )

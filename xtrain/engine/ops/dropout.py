@@ -31,6 +31,11 @@ def backward(xp, dy, saved, *, p, site):
     return (upcast(dy) * mask).astype(dy.dtype, copy=False), None
 
 
+def bench(n):
+    attrs = {"p": 0.1, "site": 3}
+    return (Sample("stream", (normal(n.B, n.T, n.D), Spec((4,), "key")), attrs),)
+
+
 dropout = Op(
     "dropout",
     Implementation(forward, backward),
@@ -39,4 +44,5 @@ dropout = Op(
         Sample("none", (normal(3, 5), Spec((4,), "key")), {"p": 0.0, "site": 1}),
         Sample("some", (normal(7, 13), Spec((4,), "key")), {"p": 0.3, "site": 2}),
     ),
+    bench=bench,
 )

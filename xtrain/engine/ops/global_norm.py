@@ -12,6 +12,10 @@ def forward(xp, gradient):
     return xp.asarray(xp.sqrt((wide * wide).sum())), None
 
 
+def bench(n):
+    return (Sample("gradient", (normal(n.parameters, dtype="float32"),)),)
+
+
 global_norm = Op(
     "global_norm",
     Implementation(forward),
@@ -19,4 +23,5 @@ global_norm = Op(
         Sample("short", (normal(64),), reduced=64),
         Sample("overflows_fp32", (normal(777, scale=1e30),), reduced=777),
     ),
+    bench=bench,
 )

@@ -55,6 +55,24 @@ def matmul_backward(xp, dy, saved, *, transpose_a=False, transpose_b=False):
     return da.T if transpose_a else da, db.T if transpose_b else db
 
 
+def linear_flop(inputs, attrs, direction):
+    x, weight = inputs[:2]
+    return 2.0 * x.size * weight.shape[0] * (1 if direction == "forward" else 2)
+
+
+def linear_bench(n):
+    products = {
+        "qkv_proj": (n.D, (n.H + 2 * n.Hk) * n.Dh),
+        "o_proj": (n.H * n.Dh, n.D),
+        "gate_up_proj": (n.D, 2 * n.F),
+        "down_proj": (n.F, n.D),
+    }
+    return tuple(
+        Sample(name, (normal(n.B, n.T, inner), normal(outer, inner)))
+        for name, (inner, outer) in products.items()
+    )
+
+
 linear = Op(
     "linear",
     Implementation(linear_forward, linear_backward, accumulates=(1,)),
@@ -63,6 +81,8 @@ linear = Op(
         Sample("row", (normal(1, 3), normal(2, 3)), reduced=3),
         Sample("ragged", (normal(2, 5, 37), normal(19, 37)), reduced=37),
     ),
+    bench=linear_bench,
+    flop=linear_flop,
 )
 matmul = Op(
     "matmul",

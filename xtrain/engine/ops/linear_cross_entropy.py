@@ -121,6 +121,21 @@ SHAPES = (
     ("ragged", (37,), 12, 301, 320),
 )
 
+
+def loss_flop(inputs, attrs, direction):
+    x, weight = inputs[:2]
+    in_forward = attrs.get("dweight_into") is not None
+    products = {"forward": 3 if in_forward else 1, "backward": 0 if in_forward else 2}
+    return 2.0 * x.size * weight.shape[0] * products[direction]
+
+
+def loss_bench(n):
+    inputs = (normal(n.B, n.T, n.D), normal(n.rows, n.D), ids(n.V, n.B, n.T))
+    into = Spec((n.rows, n.D), "zeros", dtype="float32")
+    attrs = {"vocab_size": n.V, "dweight_into": into}
+    return (Sample("head", (*inputs, Spec((), "positive", dtype="float32")), attrs),)
+
+
 linear_cross_entropy = Op(
     "linear_cross_entropy",
     Implementation(loss_forward, loss_backward, accumulates=(1,)),
@@ -135,6 +150,8 @@ linear_cross_entropy = Op(
         )
         for name, n, d, v, rows in SHAPES
     ),
+    bench=loss_bench,
+    flop=loss_flop,
 )
 token_logprob = Op(
     "token_logprob",

@@ -89,13 +89,21 @@ def _attrs(heads, kv_heads):
     return {"heads": heads, "kv_heads": kv_heads, "eps": 1e-6, "theta": 10000.0}
 
 
+def bench(n):
+    gain = normal(n.Dh, dtype="float32")
+    heads = normal(n.B, n.T, (n.H + 2 * n.Hk) * n.Dh)
+    inputs = (heads, gain, gain, ids(n.T, n.B, n.T))
+    return (Sample("heads", inputs, _attrs(n.H, n.Hk)),)
+
+
 qk_norm_rope = Op(
     "qk_norm_rope",
     Implementation(forward, backward),
     check=check,
     samples=(
-        Sample("mha", (normal(2, 5, 24), normal(4), normal(4), ids(9, 2, 5)), _attrs(2, 2), (), 4),
-        Sample("gqa", (normal(1, 7, 64), normal(8), normal(8), ids(99, 1, 7)), _attrs(4, 2), (), 8),
-        Sample("no_norm", (normal(2, 3, 24), None, None, ids(50, 2, 3)), _attrs(4, 1), (), 4),
+        Sample("mha", (normal(2, 5, 24), normal(4), normal(4), ids(9, 2, 5)), _attrs(2, 2), 4),
+        Sample("gqa", (normal(1, 7, 64), normal(8), normal(8), ids(99, 1, 7)), _attrs(4, 2), 8),
+        Sample("no_norm", (normal(2, 3, 24), None, None, ids(50, 2, 3)), _attrs(4, 1), 4),
     ),
+    bench=bench,
 )

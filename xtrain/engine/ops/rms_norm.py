@@ -52,6 +52,11 @@ def add_backward(xp, dys, saved, *, eps):
     return dx, dx, dweight
 
 
+def add_bench(n):
+    stream = normal(n.B, n.T, n.D)
+    return (Sample("residual", (stream, stream, normal(n.D, dtype="float32")), {"eps": 1e-6}),)
+
+
 rms_norm = Op(
     "rms_norm",
     Implementation(forward, backward),
@@ -71,4 +76,5 @@ add_rms_norm = Op(
             "ragged", (normal(3, 5, 67), normal(3, 5, 67), normal(67)), {"eps": 1e-5}, reduced=67
         ),
     ),
+    bench=add_bench,
 )

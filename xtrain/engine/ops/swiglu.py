@@ -34,6 +34,10 @@ def backward(xp, dy, saved):
     return (xp.concatenate([dgate, dup], axis=-1).astype(saved.dtype, copy=False),)
 
 
+def bench(n):
+    return (Sample("gate", (normal(n.B, n.T, 2 * n.F),)),)
+
+
 swiglu = Op(
     "swiglu",
     Implementation(forward, backward),
@@ -42,4 +46,5 @@ swiglu = Op(
         Sample("row", (normal(1, 6),)),
         Sample("ragged", (normal(3, 5, 26, scale=3.0),)),
     ),
+    bench=bench,
 )
