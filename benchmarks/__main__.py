@@ -120,7 +120,7 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
 
 
 def _work(options: argparse.Namespace, *, on_gpu: bool):
-    from benchmarks.train_step import Work
+    from xtrain.assemble.sized_step import Work
 
     return Work(
         model=options.model or ("v9" if on_gpu else "v0"),

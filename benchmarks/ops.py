@@ -13,7 +13,8 @@ import numpy as np
 
 from benchmarks import floor
 from benchmarks.result import Result, versions
-from benchmarks.train_step import Work, device_name, load_config
+from benchmarks.train_step import device_name
+from xtrain.assemble.sized_step import Work, load_config
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng  # noqa: F401  declares the ops
 from xtrain.engine.dtype import bfloat16, float32

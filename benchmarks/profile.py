@@ -17,7 +17,8 @@ from pathlib import Path
 
 from benchmarks import floor
 from benchmarks.result import Result, versions
-from benchmarks.train_step import OurStep, Work, device_name, load_config
+from benchmarks.train_step import device_name
+from xtrain.assemble.sized_step import SizedStep, Work, load_config
 from xtrain.engine import device as devices
 from xtrain.engine.op import OPS, Implementation
 
@@ -43,7 +44,7 @@ def profile_step(work: Work, *, show: bool) -> list[Result]:
     """Profile a step on the GPU; prints two tables when `show`. One result an op class."""
     device = devices.use("cuda")
     rates = floor.measured_rates(device, work.precision)
-    step = OurStep(load_config(work.model, work.seq), work, device)
+    step = SizedStep(load_config(work.model, work.seq), work, device)
     eager_ms, records = _by_op(step, device)
     rows = _op_rows(records, eager_ms, device.xp, rates)
     device.restart_peak()  # the captured step has a pool of its own: there is no room for two
@@ -82,7 +83,7 @@ def profile_step(work: Work, *, show: bool) -> list[Result]:
     ]
 
 
-def _by_op(step: OurStep, device) -> tuple[float, list[Record]]:
+def _by_op(step: SizedStep, device) -> tuple[float, list[Record]]:
     """Milliseconds of one eager step, and the records of its ops; two steps warm up."""
     run = step.step.run
     step.step.run = step.step._run
@@ -167,7 +168,7 @@ def _op_rows(records, eager_ms: float, cupy, rates: floor.Rates) -> list[dict]:
     return [*found, last]
 
 
-def _captured_ms(step: OurStep, device) -> float:
+def _captured_ms(step: SizedStep, device) -> float:
     started = time.perf_counter()
     for _ in range(5):
         step()
@@ -175,7 +176,7 @@ def _captured_ms(step: OurStep, device) -> float:
     return (time.perf_counter() - started) * 1e3 / 5
 
 
-def _by_kernel(step: OurStep, device) -> list[tuple[str, tuple[int, float]]]:
+def _by_kernel(step: SizedStep, device) -> list[tuple[str, tuple[int, float]]]:
     """(kernel, (launches, milliseconds)) of one captured step, longest first; [] without torch."""
     try:
         from torch.profiler import ProfilerActivity, profile

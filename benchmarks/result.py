@@ -1,10 +1,7 @@
-"""What a benchmark reports, how it is printed, and how two programs are timed in turn."""
+"""What a benchmark reports, and how it is printed."""
 
 import dataclasses
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -39,47 +36,6 @@ class Result:
     rounds: int = 1
     versions: dict = field(default_factory=dict)
     detail: dict = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A program to time: `step` queues one step's work, `finish` waits for all that is queued."""
-
-    step: Callable[[], object]
-    finish: Callable[[], object]
-
-    def seconds(self, steps: int) -> float:
-        """Wall seconds a step, over `steps` steps ended by one wait."""
-        started = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self.finish()
-        return (time.perf_counter() - started) / steps
-
-
-def interleave(
-    ours: Contender, peer: Contender | None, *, rounds: int, steps: int, warm_up: int
-) -> tuple[list[float], list[float]]:
-    """Seconds a step of each round, ours and the peer's; who goes first alternates.
-
-    Each turn begins with one step that is not timed: it brings caches and thread pools back to the
-    program whose turn it is.
-    """
-    contenders = [ours] if peer is None else [ours, peer]
-    times: dict[int, list[float]] = {0: [], 1: []}
-    for contender in contenders:
-        contender.seconds(warm_up)
-    for number in range(rounds):
-        order = range(len(contenders))
-        for which in order if number % 2 == 0 else reversed(order):
-            contenders[which].seconds(1)
-            times[which].append(contenders[which].seconds(steps))
-    return times[0], times[1]
-
-
-def paired_ratio(ours: list[float], peer: list[float]) -> float | None:
-    """The median over rounds of the peer's time over ours: above 1, ours is faster."""
-    return statistics.median(p / o for o, p in zip(ours, peer, strict=True)) if peer else None
 
 
 def versions() -> dict[str, str]:

@@ -7,106 +7,14 @@ the peer's batch already lies on the device. Both take their turns in one proces
 import math
 import statistics
 import time
-from dataclasses import dataclass
-
-import numpy as np
-import yaml
 
 from benchmarks import floor
-from benchmarks.result import Contender, Result, interleave, paired_ratio, versions
-from xtrain.config.files import choices, conf_dir
+from benchmarks.result import Result, versions
+from xtrain.assemble.sized_step import LEARNING_RATE, SizedStep, Work, load_config
+from xtrain.assemble.timing import Contender, interleave, paired_ratio
 from xtrain.engine import device as devices
-from xtrain.engine import rng
-from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
-from xtrain.models.config import Qwen3Config
 from xtrain.models.counts import flops_per_token
-from xtrain.models.qwen3 import Qwen3
-from xtrain.train.config import OptimConfig
-from xtrain.train.objectives.next_token import next_token
-from xtrain.train.optimizer import AdamW
-from xtrain.train.step import TrainingStep
-
-LEARNING_RATE = 3e-4
-
-
-@dataclass(frozen=True)
-class Work:
-    """One training step: a model of conf/model and the batch it takes."""
-
-    model: str
-    batch: int  # sequences in a micro-batch
-    seq: int  # tokens in a sequence
-    precision: str = "fp32"  # fp32 | bf16
-    accumulation: int = 1  # micro-batches in a step
-    remat: str = "none"  # none | mlp | block
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.seq * self.accumulation
-
-
-def load_config(name: str, seq: int) -> Qwen3Config:
-    """The shape named in conf/model, with room for `seq` positions; UsageError when unknown."""
-    path = conf_dir() / "model" / f"{name}.yaml"
-    if not path.is_file():
-        raise UsageError(f"--model {name}: choose one of {', '.join(choices('model'))}")
-    values = yaml.safe_load(path.read_text())
-    known = {k: v for k, v in values.items() if k in Qwen3Config.__dataclass_fields__}
-    known["max_position_embeddings"] = max(known["max_position_embeddings"], seq)
-    return Qwen3Config(**known)
-
-
-def random_batch(config: Qwen3Config, work: Work) -> dict[str, np.ndarray]:
-    """Random tokens (A, B, T) and the ones that follow them: no step is cheaper than another."""
-    shape = (work.accumulation, work.batch, work.seq + 1)
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
-    return {
-        "input_ids": np.ascontiguousarray(ids[..., :-1]),
-        "targets": np.ascontiguousarray(ids[..., 1:]),
-    }
-
-
-class OurStep:
-    """Model, optimizer and step on the current device, ready to be called again and again."""
-
-    def __init__(self, config: Qwen3Config, work: Work, device):
-        self.config, self.device = config, device
-        self.model = Qwen3(config, remat_mode=work.remat)
-        self.buffers = FlatBuffers(self.model.named_parameters(), device, work.precision)
-        _draw_weights(self.buffers, device)
-        optimizer = AdamW(self.buffers, OptimConfig(lr=LEARNING_RATE), device)
-        self.step = TrainingStep(
-            self.model, optimizer, next_token, seed=0, device=device, dropout=0.0
-        )
-        self.batch = random_batch(config, work)
-        self.number = 0
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.count for p in self.buffers.parameters.values())
-
-    def __call__(self):
-        """Queue one step; returns (loss, grad_norm) on the device."""
-        self.step.load(self.batch, self.number, LEARNING_RATE)
-        self.number += 1
-        return self.step.run()
-
-    def loss(self) -> float:
-        return float(self.device.host(self()[0]))
-
-
-def _draw_weights(buffers: FlatBuffers, device) -> None:
-    """Random weights drawn on the device, where that takes no time; on the host v9's take 13 s."""
-    xp = device.xp
-    key = rng.key_array(xp, 0, 0)
-    for name, p in buffers.parameters.items():
-        weights = buffers.view(buffers.master, name)
-        weights[...] = 1 if p.std is None else 0
-        if p.std is not None:
-            drawn = rng.standard_normal(xp, p.count, key, rng.site_of(name))
-            weights[: p.rows] = p.std * drawn.reshape(p.rows, *p.declared[1:])
-    buffers.refresh_copy()
 
 
 def measure(
@@ -115,15 +23,13 @@ def measure(
     """Time a step. peer: None, `eager` or `compile`. Unit: tokens a second."""
     device = devices.use(backend)
     config = load_config(work.model, work.seq)
-    ours = OurStep(config, work, device)
+    ours = SizedStep(config, work, device)
     theirs = _peer(config, work, ours.batch, device.name, peer) if peer else None
-    our_s, peer_s = interleave(
-        Contender(ours, device.synchronize),
-        None if theirs is None else Contender(theirs, _wait_for_torch(device.name)),
-        rounds=rounds,
-        steps=steps,
-        warm_up=4,
-    )
+    contenders = {"ours": Contender(ours, device.synchronize)}
+    if theirs is not None:
+        contenders["peer"] = Contender(theirs, _wait_for_torch(device.name))
+    times = interleave(contenders, rounds=rounds, steps=steps, warm_up=4)
+    our_s, peer_s = times["ours"], times.get("peer", [])
     step_s = statistics.median(our_s)
     of_device = _device_detail(device, ours, theirs)  # before the rates' own arrays
     rates = floor.measured_rates(device, work.precision)
@@ -157,7 +63,7 @@ def measure(
         ours=work.tokens / step_s,
         floor=work.tokens / floor_s,
         peer=work.tokens / statistics.median(peer_s) if peer_s else None,
-        ratio=paired_ratio(our_s, peer_s),
+        ratio=paired_ratio(peer_s, our_s) if peer_s else None,
         rounds=rounds,
         versions=versions(),
         detail=detail,
@@ -199,7 +105,7 @@ def _wait_for_torch(device: str):
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
-def _device_detail(device, ours: OurStep, theirs) -> dict:
+def _device_detail(device, ours: SizedStep, theirs) -> dict:
     """On a GPU: host time and device allocations of a steady step, and both programs' memory."""
     if device.name != "cuda":
         return {}

@@ -14,9 +14,9 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.train_step import Work
 from gates.instruments import paired, tiny_run
 from gates.judging.gate import Defect, Gate, NotMeasured
+from xtrain.assemble.sized_step import Work
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.tensor import Tensor

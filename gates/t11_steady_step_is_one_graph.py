@@ -20,13 +20,14 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.train_step import OurStep, Work
 from gates.instruments import paired, tiny_run
 from gates.instruments.peak import differing_bits
 from gates.judging.gate import Defect, Gate, NotMeasured
+from xtrain.assemble.sized_step import SizedStep, Work
 from xtrain.config.schema import Features
 from xtrain.engine import device as devices
 from xtrain.engine.tensor import HostReadError, Tensor
+from xtrain.train.objectives.next_token import next_token_batch
 from xtrain.train.optimizer import AdamW, learning_rate
 from xtrain.train.step import TrainingStep
 
@@ -67,7 +68,7 @@ def _address(array) -> int:
 
 def _batches(count: int) -> list[dict[str, np.ndarray]]:
     ids = tiny_run.token_stream(count * 4 * 9).reshape(count, 2, 2, 9).astype(np.int32)
-    return [{"input_ids": b[..., :-1].copy(), "targets": b[..., 1:].copy()} for b in ids]
+    return [next_token_batch(each) for each in ids]
 
 
 def replay(device: str) -> dict[str, float]:
@@ -194,13 +195,13 @@ def _an_eager_step_has_no_pool():
 
 
 def _a_step_sleeps():
-    sound = OurStep.__call__
+    sound = SizedStep.__call__
 
     def slow(self):
         time.sleep(0.003)
         return sound(self)
 
-    return mock.patch.object(OurStep, "__call__", slow)
+    return mock.patch.object(SizedStep, "__call__", slow)
 
 
 def _switches_switch_nothing():

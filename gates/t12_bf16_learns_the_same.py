@@ -18,11 +18,11 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.train_step import Work
 from gates.instruments import paired, tiny_run
 from gates.instruments.peak import peak_bytes
 from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.assemble.learner import build, eval_windows, measure, training_step, training_windows
+from xtrain.assemble.sized_step import Work
 from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import prepare
 from xtrain.engine import device as devices

@@ -28,7 +28,7 @@ from xtrain.engine import ops, rng
 from xtrain.engine import remat as remat_module
 from xtrain.engine.tensor import Tensor
 from xtrain.models import qwen3
-from xtrain.train.objectives.next_token import next_token
+from xtrain.train.objectives.next_token import next_token, next_token_batch
 from xtrain.train.step import TrainingStep
 
 MODES = ("mlp", "block")
@@ -51,7 +51,7 @@ def _three_steps(device: str, mode: str) -> list[np.ndarray]:
     here = devices.use(device)
     tiny = tiny_run.build(here, dropout=DROPOUT, remat=mode)
     ids = tiny_run.token_stream(3 * 4 * 9).reshape(3, 2, 2, 9).astype(np.int32)
-    batches = [{"input_ids": b[..., :-1].copy(), "targets": b[..., 1:].copy()} for b in ids]
+    batches = [next_token_batch(each) for each in ids]
     micro = {name: here.array(array[0]) for name, array in batches[0].items()}
     key = here.array(rng.key_array(np, 7, 0))
     loss = next_token(tiny.model, micro, here.array(np.float32(1 / 16)), key)

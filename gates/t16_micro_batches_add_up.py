@@ -21,6 +21,7 @@ from gates.trained_run import composed
 from xtrain.assemble.learner import build
 from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
+from xtrain.train.learner import Learner
 from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
@@ -107,7 +108,7 @@ def _step(device: str, batch: dict, micro_batches: int) -> tuple[np.ndarray, np.
     here = devices.use(device)
     tiny = tiny_run.build(here)
     optimizer = KeepsGradient(tiny.buffers, tiny_run.OPTIM, here)
-    step = TrainingStep(tiny.model, optimizer, next_token, seed=0, device=here, dropout=0.0)
+    step = Learner(tiny.model, tiny.buffers, optimizer, here).step(next_token, seed=0)
     cut = {n: a.reshape(micro_batches, ROWS // micro_batches, T) for n, a in batch.items()}
     step.load(cut, 0, 1e-3)
     loss = here.host(step.run()[0]).copy()

@@ -18,6 +18,7 @@ from gates.judging.gate import Defect, Gate
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.train.config import OptimConfig
+from xtrain.train.objectives.next_token import next_token_batch
 from xtrain.train.optimizer import learning_rate
 
 # Seven words in an order in which no word tells the next one: it takes attention to know it.
@@ -32,7 +33,7 @@ def overfit(device: str) -> dict[str, float]:
     here = devices.use(device)
     tiny = tiny_run.build(here, optim=OPTIM)
     ids = np.array(SEQUENCE, np.int32)[None, None]
-    batch = {"input_ids": ids[..., :-1].copy(), "targets": ids[..., 1:].copy()}
+    batch = next_token_batch(ids)
     for step in range(STEPS):
         tiny.step.load(batch, step, learning_rate(OPTIM, step, STEPS))
         tiny.step.run()

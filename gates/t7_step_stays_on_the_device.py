@@ -215,7 +215,8 @@ def _the_optimizer_runs_on_the_host():
 
     def use_with_host_optimizer(name):
         here = use(name)
-        here.configure(optimizer="host", op_sync=False, pool=True, capture=False)
+        here.configure(op_sync=False, pool=True, capture=False)
+        here.variants |= {"adamw": "host", "global_norm": "host"}
         return here
 
     with mock.patch.object(devices, "use", use_with_host_optimizer):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.result import Contender, interleave, paired_ratio
-from benchmarks.train_step import OurStep, Work, random_batch
+from xtrain.assemble.sized_step import SizedStep, Work, random_batch
+from xtrain.assemble.timing import Contender, interleave, paired_ratio
 from xtrain.engine import device as devices
 from xtrain.models.config import Qwen3Config
 
@@ -62,16 +62,17 @@ def test_the_report_has_the_agreed_keys(capsys):
 def test_turns_alternate_and_the_ratio_is_of_pairs():
     turns = []
     ours, peer = (Contender(lambda n=n: turns.append(n), lambda: None) for n in ("ours", "peer"))
-    interleave(ours, peer, rounds=2, steps=1, warm_up=1)
+    times = interleave({"ours": ours, "peer": peer}, rounds=2)
     assert turns == ["ours", "peer", *["ours"] * 2, *["peer"] * 4, *["ours"] * 2]
-    assert paired_ratio([1.0, 2.0, 4.0], [3.0, 4.0, 4.0]) == 2.0
+    assert {name: len(taken) for name, taken in times.items()} == {"ours": 2, "peer": 2}
+    assert paired_ratio([3.0, 4.0, 4.0], [1.0, 2.0, 4.0]) == 2.0
 
 
 def test_the_peer_computes_the_same_loss_from_the_same_weights():
     torch = pytest.importorskip("torch")
     from benchmarks.torch_model import make_step
 
-    ours = OurStep(TINY, Work("tiny", batch=2, seq=12), devices.use("cpu"))
+    ours = SizedStep(TINY, Work("tiny", batch=2, seq=12), devices.use("cpu"))
     batch = random_batch(TINY, Work("tiny", batch=2, seq=12))
     peer = make_step(
         TINY,
@@ -90,7 +91,7 @@ def test_the_peer_computes_the_same_loss_from_the_same_weights():
     np.testing.assert_allclose(ours.loss(), float(peer()), rtol=1e-5)  # after one update
 
 
-def our_weight(ours: OurStep, name: str) -> np.ndarray:
+def our_weight(ours: SizedStep, name: str) -> np.ndarray:
     for part in ("q_norm", "k_norm", "qkv_proj", "o_proj"):
         name = name.replace(f".{part}", f".self_attn.{part}")
     for part in ("gate_up_proj", "down_proj"):

@@ -17,6 +17,7 @@ from xtrain.engine import device, ops
 from xtrain.engine.params import FlatBuffers, Parameter
 from xtrain.engine.tensor import Tensor, backward
 from xtrain.train import loop
+from xtrain.train.objectives.next_token import next_token_batch
 
 CPU = device.use("cpu")
 THETA = 10_000.0
@@ -175,7 +176,7 @@ def gains_after(precision):
     tiny = tiny_run.build(CPU, precision=precision)
     ids = np.random.default_rng(4).integers(0, 97, (1, 4, 17)).astype(np.int32)
     for step in range(100):
-        tiny.step.load({"input_ids": ids[..., :-1], "targets": ids[..., 1:]}, step, 6e-4)
+        tiny.step.load(next_token_batch(ids), step, 6e-4)
         tiny.step.run()
     return {n: p.data - 1 for n, p in tiny.buffers.parameters.items() if "norm" in n}
 
@@ -196,7 +197,7 @@ def test_a_batch_that_makes_the_gradient_nan_is_passed_over_and_the_training_goe
     tiny = tiny_run.build(CPU)
     ids = source.integers(0, 97, (1, 2, 9)).astype(np.int32)
     for step in range(4):
-        tiny.step.load({"input_ids": ids[..., :-1], "targets": ids[..., 1:]}, step, 1e-3)
+        tiny.step.load(next_token_batch(ids), step, 1e-3)
         if step == 1:
             tiny.buffers.grad[5] = np.nan
         loss, norm = tiny.step.run()

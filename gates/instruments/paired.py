@@ -1,25 +1,21 @@
 """Ways to do a training step, timed in turn in one process: what the phases' A/B figures rest on.
 
-    ways  = {"on": Way(step, features), "off": Way(step, other_features)}
-    times = seconds(here, ways, rounds=5)
-    ratio(times, "off", "on")       how many times as fast "on" is: the median of the rounds' ratios
-
-Each round gives every way its turn, forth in one round and back in the next, so that a machine that
-warms up or slows down favours none of them.
+ways  = {"on": Way(step, features), "off": Way(step, other_features)}
+times = seconds(here, ways, rounds=5)
+ratio(times, "off", "on")       how many times as fast "on" is: the median of the rounds' ratios
 """
 
-import statistics
-import time
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.train_step import OurStep, Work, load_config
 from gates.judging.gate import NotMeasured
 from xtrain.assemble.learner import configure
+from xtrain.assemble.sized_step import SizedStep, Work, load_config
+from xtrain.assemble.timing import Contender, interleave, paired_ratio
 from xtrain.config.compose import compose, load_run
 from xtrain.config.rules import resolve_features
 from xtrain.config.schema import Features, RunConfig
-from xtrain.engine import device as devices
 from xtrain.engine.device import Device
 
 Times = Mapping[str, list[float]]
@@ -40,12 +36,12 @@ def as_of(phase: str, run: str, device: str, *overrides: str) -> RunConfig:
     return replace(composed, device=device, features=features)
 
 
-def sized_step(here: Device, features: Features, work: Work) -> OurStep:
+def sized_step(here: Device, features: Features, work: Work) -> SizedStep:
     """The benchmark's training step on random tokens, made under these features."""
     here.restart_peak()  # what earlier steps held goes back first: two big ones may not fit
     configure(here, features)
     work = replace(work, precision=features.precision, remat=features.remat)
-    return OurStep(load_config(work.model, work.seq), work, here)
+    return SizedStep(load_config(work.model, work.seq), work, here)
 
 
 def busy(here: Device) -> NotMeasured | None:
@@ -55,28 +51,16 @@ def busy(here: Device) -> NotMeasured | None:
 
 
 def seconds(here: Device, ways: Mapping[str, Way], *, rounds: int, steps: int = 1) -> Times:
-    """Seconds a step of each way in each round, after one round that is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name in ways if number % 2 else reversed(list(ways)):
-            spent = _turn(here, ways[name], steps)
-            if number:
-                taken[name].append(spent)
-    return taken
+    """Seconds a step of each way in each round."""
+    contenders = {name: _contender(here, way) for name, way in ways.items()}
+    return interleave(contenders, rounds=rounds, steps=steps)
 
 
 def ratio(times: Times, slow: str, fast: str) -> float:
     """The median over the rounds of the time of one way over that of another."""
-    return statistics.median(s / f for s, f in zip(times[slow], times[fast], strict=True))
+    return paired_ratio(times[slow], times[fast])
 
 
-def _turn(here: Device, way: Way, steps: int) -> float:
-    """One step that is not timed, which brings memory and caches back to this way, then `steps`."""
-    configure(devices.current(), way.features)
-    way.step()
-    here.synchronize()
-    started = time.perf_counter()
-    for _ in range(steps):
-        way.step()
-    here.synchronize()
-    return (time.perf_counter() - started) / steps
+def _contender(here: Device, way: Way) -> Contender:
+    prepare = functools.partial(configure, here, way.features)
+    return Contender(way.step, here.synchronize, prepare)

@@ -14,6 +14,7 @@ import numpy as np
 from xtrain.assemble.learner import Learner, training_step
 from xtrain.config.rules import resolve_features
 from xtrain.config.schema import RunConfig
+from xtrain.train.objectives.next_token import next_token_batch
 from xtrain.train.step import TrainingStep
 
 
@@ -46,4 +47,4 @@ def _batch(run: RunConfig) -> dict[str, np.ndarray]:
         micro_batches, rows = micro_batches * rows, 1
     shape = (micro_batches, rows, run.train.seq_len + 1)
     ids = np.random.default_rng(0).integers(0, run.model.vocab_size, shape).astype(np.int32)
-    return {"input_ids": ids[..., :-1].copy(), "targets": ids[..., 1:].copy()}
+    return next_token_batch(ids)

@@ -30,6 +30,7 @@ from xtrain.models.qwen3 import Qwen3
 from xtrain.train import checkpoint, loop
 from xtrain.train.config import OptimConfig, TrainConfig
 from xtrain.train.evaluate import evaluate
+from xtrain.train.learner import make_learner
 from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
@@ -62,9 +63,9 @@ WINDOWS = 39  # not a multiple of the 4 windows of a step: epochs end inside ste
 SEED = 11
 
 
-@dataclass
+@dataclass(frozen=True)
 class Tiny:
-    """A model with its storage, its optimizer and the step that trains it."""
+    """A learner's parts, and the step that trains it."""
 
     model: Qwen3
     buffers: FlatBuffers
@@ -84,12 +85,11 @@ def build(
     objective: Callable = next_token,
 ) -> Tiny:
     """A freshly initialized model of a configuration and all that a step needs."""
-    model = Qwen3(config, remat_mode=remat, dropout=dropout)
-    buffers = FlatBuffers(model.named_parameters(), device, precision)
-    buffers.initialize(seed, device)
-    optimizer = AdamW(buffers, optim, device)
-    step = TrainingStep(model, optimizer, objective, seed=seed, device=device, dropout=dropout)
-    return Tiny(model, buffers, optimizer, step)
+    learner = make_learner(
+        config, optim, device, seed=seed, precision=precision, remat=remat, dropout=dropout
+    )
+    step = learner.step(objective, seed=seed, dropout=dropout)
+    return Tiny(learner.model, learner.buffers, learner.optimizer, step)
 
 
 def token_stream(count: int) -> np.ndarray:

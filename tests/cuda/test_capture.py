@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 from xtrain.engine import device as devices
-from xtrain.engine.params import FlatBuffers
 from xtrain.errors import OutOfDeviceMemory, UsageError
 from xtrain.models.config import Qwen3Config
-from xtrain.models.qwen3 import Qwen3
 from xtrain.train.config import OptimConfig
+from xtrain.train.learner import make_learner
 from xtrain.train.objectives.next_token import next_token
-from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
 
 pytestmark = pytest.mark.cuda
@@ -35,11 +33,10 @@ def device():
 
 
 def make_step(device, precision="fp32", *, dropout=0.0, remat="none") -> TrainingStep:
-    model = Qwen3(CONFIG, dropout=dropout, remat_mode=remat)
-    buffers = FlatBuffers(model.named_parameters(), device, precision)
-    buffers.initialize(3, device)
-    optimizer = AdamW(buffers, OptimConfig(lr=1e-3), device)
-    return TrainingStep(model, optimizer, next_token, seed=5, device=device, dropout=dropout)
+    optim = OptimConfig(lr=1e-3)
+    options = {"seed": 3, "precision": precision, "remat": remat, "dropout": dropout}
+    learner = make_learner(CONFIG, optim, device, **options)
+    return learner.step(next_token, seed=5, dropout=dropout)
 
 
 def batch_of(step: int, *, accumulation=2, rows=3, length=17) -> dict[str, np.ndarray]:

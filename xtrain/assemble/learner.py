@@ -1,7 +1,6 @@
 """A run's model, storage, optimizer and data on a device: what training and its gate both build."""
 
 import math
-from dataclasses import dataclass
 
 from xtrain.config.schema import Features, RunConfig
 from xtrain.data.dataset import Prepared
@@ -9,22 +8,17 @@ from xtrain.data.eval_set import EvalSet
 from xtrain.data.packing import EvalWindows, PackedWindows
 from xtrain.engine import device as devices
 from xtrain.engine.device import Device
-from xtrain.engine.params import FlatBuffers
-from xtrain.models.qwen3 import Qwen3
 from xtrain.train.evaluate import Evaluation, evaluate
+from xtrain.train.learner import Learner, make_learner
 from xtrain.train.objectives.next_token import next_token
-from xtrain.train.optimizer import AdamW
 from xtrain.train.step import TrainingStep
 
-
-@dataclass(frozen=True)
-class Learner:
-    """A model with its storage and optimizer on a device."""
-
-    model: Qwen3
-    buffers: FlatBuffers
-    optimizer: AdamW
-    device: Device
+# The ops that run another than their default kernel where a feature has this value. On a CPU the
+# host is the device.
+VARIANTS = {
+    ("gemm", "tiled"): ("linear", "matmul"),
+    ("optimizer", "host"): ("adamw", "global_norm"),
+}
 
 
 def build(run: RunConfig, *, initialize: bool = True) -> Learner:
@@ -34,42 +28,32 @@ def build(run: RunConfig, *, initialize: bool = True) -> Learner:
     """
     device = devices.use(run.device)
     configure(device, run.features)
-    model = Qwen3(
+    return make_learner(
         run.model,
-        qk_norm=run.features.qk_norm,
-        remat_mode=run.features.remat,
+        run.optim,
+        device,
+        seed=run.seed if initialize else None,
+        precision=run.features.precision,
+        remat=run.features.remat,
         dropout=run.train.dropout,
+        qk_norm=run.features.qk_norm,
     )
-    buffers = FlatBuffers(model.named_parameters(), device, run.features.precision)
-    if initialize:
-        buffers.initialize(run.seed, device)
-    return Learner(model, buffers, AdamW(buffers, run.optim, device), device)
 
 
 def training_step(run: RunConfig, learner: Learner) -> TrainingStep:
     """The step that pretraining repeats: next-token, with the run's seed and dropout."""
-    return TrainingStep(
-        learner.model,
-        learner.optimizer,
-        next_token,
-        seed=run.seed,
-        device=learner.device,
-        dropout=run.train.dropout,
-    )
+    return learner.step(next_token, seed=run.seed, dropout=run.train.dropout)
 
 
 def configure(device: Device, features: Features) -> None:
     """Make a device work as resolved features say, whatever it was told before."""
-    for name in ("linear", "matmul"):
-        device.variants.pop(name, None)
-        if features.gemm == "tiled":
-            device.variants[name] = "tiled"
-    device.configure(
-        optimizer=features.optimizer,
-        op_sync=features.op_sync,
-        pool=features.pool,
-        capture=features.capture,
-    )
+    device.variants = {
+        op: value
+        for (feature, value), ops in VARIANTS.items()
+        if getattr(features, feature) == value and (value, device.name) != ("host", "cpu")
+        for op in ops
+    }
+    device.configure(op_sync=features.op_sync, pool=features.pool, capture=features.capture)
 
 
 def training_windows(run: RunConfig, prepared: Prepared) -> PackedWindows:

@@ -39,13 +39,9 @@ class CudaDevice(Device):
         self.stream.use()
         self.use_pool(True)
 
-    def configure(self, *, optimizer: str, op_sync: bool, pool: bool, capture: bool) -> None:
-        """Take the choices of a phase: where the optimizer runs (host or device), whether the host
-        waits for every op, whether memory is pooled, whether a step is captured."""
-        for name in ("adamw", "global_norm"):
-            self.variants.pop(name, None)
-            if optimizer == "host":
-                self.variants[name] = "host"
+    def configure(self, *, op_sync: bool, pool: bool, capture: bool) -> None:
+        """Take the choices of a phase: whether the host waits for every op, whether memory is
+        pooled, whether a step is captured."""
         self.op_sync, self.captures = op_sync, capture
         self.use_pool(pool)
 

@@ -4,8 +4,7 @@ Read when a device is made current (`device.use`), not at every op.
 
 XTRAIN_KERNELS=reference   run the readable reference of every op instead of its kernels: the first
                            bisection when a loss is wrong
-XTRAIN_DEBUG=1             print the implementation chosen for each op once
-XTRAIN_DEBUG=3             check every op's outputs for NaN and infinity and name the op
+XTRAIN_DEBUG=1             check every op's outputs for NaN and infinity and name the op
 """
 
 import os
@@ -19,9 +18,9 @@ def use_reference_only() -> bool:
     return value == "reference"
 
 
-def level() -> int:
-    """The debug level, 0 (silent) to 3."""
+def check_values() -> bool:
+    """Whether every op's outputs are checked."""
     value = os.environ.get("XTRAIN_DEBUG", "0")
-    if value not in ("0", "1", "2", "3"):
-        raise ValueError(f"XTRAIN_DEBUG={value!r}: use 0, 1, 2 or 3")
-    return int(value)
+    if value not in ("0", "1"):
+        raise ValueError(f"XTRAIN_DEBUG={value!r}: use 0 or 1")
+    return value == "1"

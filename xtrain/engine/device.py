@@ -1,4 +1,4 @@
-"""Where arrays live and which kernels run: the one place that names the backends, and lazily.
+"""Where arrays live and which kernels run: which backend runs is chosen here, lazily.
 
 A device gives its array module (`xp`: NumPy or CuPy), moves arrays, and captures a step. Kernels
 plug themselves into the ops when their package is imported (`xtrain.cpu`, `xtrain.cuda`), so the
@@ -29,9 +29,10 @@ class Device:
         self.variants: dict[str, str] = {}
         self.op_sync = False  # whether the host waits for every op; the CPU has nothing to wait for
         # Read here, once: every op asks, and reading the environment takes microseconds.
-        self.reference_only, self.debug_level = debug.use_reference_only(), debug.level()
+        self.reference_only = debug.use_reference_only()
+        self.check_values = debug.check_values()
 
-    def configure(self, *, optimizer: str, op_sync: bool, pool: bool, capture: bool) -> None:
+    def configure(self, *, op_sync: bool, pool: bool, capture: bool) -> None:
         """Take the choices of a phase that only a GPU has; the CPU has none of them to make."""
 
     def array(self, host: np.ndarray) -> np.ndarray:

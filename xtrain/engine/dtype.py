@@ -13,11 +13,6 @@ bfloat16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (float32, float64, bfloat16)
 
 
-def is_float(array) -> bool:
-    """Whether an array holds one of the float dtypes (ml_dtypes' kind is 'V', not 'f')."""
-    return array.dtype in FLOATS
-
-
 def compute_dtype(dtype) -> np.dtype:
     """The dtype that an op computes in: float64 stays (gradient checks), all else is float32."""
     return float64 if dtype == float64 else float32

@@ -189,7 +189,7 @@ class Op:
         if here.op_sync:
             here.synchronize()
         several = isinstance(y, tuple)
-        if here.debug_level >= 3:
+        if here.check_values:
             _require_finite(self.name, xp, y if several else (y,))
         if not (wanted and is_recording()):
             return tuple(map(Tensor, y)) if several else Tensor(y)

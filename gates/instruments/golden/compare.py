@@ -29,9 +29,9 @@ from xtrain.models.hf import export, named_tensors
 from xtrain.models.hf_import import load_hf, read_config
 from xtrain.models.qwen3 import Qwen3
 from xtrain.train.config import OptimConfig
+from xtrain.train.learner import Learner
 from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW, learning_rate
-from xtrain.train.step import TrainingStep
 
 PROMPTS, NEW_TOKENS = 8, 64  # of the closed loop
 
@@ -87,8 +87,7 @@ def golden_model(golden: GoldenModel, stored: dict, device: str) -> tuple[Qwen3,
 def _ten_steps(golden: GoldenModel, stored: dict, batches: list[dict], device: str) -> list[float]:
     here = devices.use(device)
     model, buffers = golden_model(golden, stored, device)
-    optimizer = AdamW(buffers, OPTIM, here)
-    step = TrainingStep(model, optimizer, next_token, seed=0, device=here, dropout=0.0)
+    step = Learner(model, buffers, AdamW(buffers, OPTIM, here), here).step(next_token, seed=0)
     losses = []
     for number, batch in enumerate(batches):
         step.load(batch, number, learning_rate(OPTIM, number, len(batches)))

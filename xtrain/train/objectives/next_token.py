@@ -1,4 +1,6 @@
-"""What a step minimizes: (model, micro-batch, scale, key) -> loss that backward starts from."""
+"""Next-token prediction: (model, micro-batch, scale, key) -> loss that backward starts from."""
+
+import numpy as np
 
 from xtrain.engine.tensor import Tensor
 
@@ -12,3 +14,11 @@ def next_token(model, batch: dict, scale, key) -> Tensor:
     """
     hidden = model(batch["input_ids"], starts=batch.get("starts"), key=key)
     return model.loss(hidden, batch["targets"], scale)
+
+
+def next_token_batch(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Tokens and the ones that follow them: ids (..., T + 1) int32 -> two arrays (..., T)."""
+    return {
+        "input_ids": np.ascontiguousarray(ids[..., :-1]),
+        "targets": np.ascontiguousarray(ids[..., 1:]),
+    }
