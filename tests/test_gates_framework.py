@@ -311,7 +311,8 @@ def test_evidence_of_other_code_is_stale(toys):
 
 
 def test_evidence_keeps_one_entry_a_device_class_without_its_chain(toys):
-    entry = {"gate": "T1", "date": "2026-01-01", "fingerprint": {}, "checks": [], "hash": "x"}
+    entry = {"gate": "T1", "verdict": "PASS", "date": "2026-01-01T00:00:00+00:00"}
+    entry |= {"fingerprint": {}, "checks": [], "hash": "x"}
     for device in ("cuda", "cpu", "cuda"):
         path = write_evidence({**entry, "device": device}, toys.directory)
     stored = json.loads(path.read_text())
@@ -323,6 +324,20 @@ def test_a_malformed_evidence_file_is_named(tmp_path):
     (tmp_path / "t1.json").write_text('{"device": "cuda"}')
     with pytest.raises(UsageError, match=r"t1\.json"):
         read_evidence("T1", "cuda", tmp_path)
+
+
+@pytest.mark.parametrize("checks", [None, [{}], [[]], "text"])
+def test_evidence_that_cannot_be_read_is_said_and_does_not_count(toys, checks):
+    file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
+    said = []
+    bench = replace(toys.bench("cuda"), say=said.append)
+    commit_cuda_evidence(toys, file)
+    path = next(bench.evidence.glob("*.json"))
+    (entry,) = json.loads(path.read_text())
+    path.write_text(json.dumps([{**entry, "checks": checks}]))
+
+    assert standing(file, bench).verdict == "NOT MEASURED"
+    assert len(said) == 1 and f"{path.name} is damaged: [0].checks" in said[0]
 
 
 # proving
@@ -474,8 +489,8 @@ def test_help_imports_nothing_slow():
 
 def test_evidence_names_the_command_and_not_where_it_lay(tmp_path):
     command = "/somewhere/gates/__main__.py T1 --device cuda"
-    checks: list = []
-    entry = {"gate": "T1", "device": "cuda", "date": "", "fingerprint": {}, "checks": checks}
+    entry = {"gate": "T1", "verdict": "PASS", "device": "cuda", "date": "2026-01-01T00:00:00Z"}
+    entry |= {"fingerprint": {}, "checks": []}
     write_evidence({**entry, "facts": {"command": command}}, tmp_path)
     kept = read_evidence("T1", "cuda", tmp_path)
     assert kept["facts"]["command"] == "python -m gates T1 --device cuda"

@@ -50,7 +50,7 @@ def test_the_latest_verdict_is_that_of_the_gate_and_device_class(ledger):
     latest = ledger.append(verdict("T5", error=1.0))
     ledger.append(verdict("T5", device="cuda"))
     ledger.append(verdict("T6"))
-    ledger.append({"kind": "promotion", "gate": "T5", "device": "cpu"})
+    ledger.append({"kind": "promotion", "gate": "T5", "verdict": "PASS", "device": "cpu"})
     assert ledger.latest("t5", "cpu") == latest
 
 
@@ -133,6 +133,42 @@ def test_a_waiver_holds_to_its_last_day_and_names_who_and_why(ledger):
     assert ledger.waiver("T8", date(2026, 4, 1)) is None
     with pytest.raises(UsageError, match="who accepts it and why"):
         ledger.waive("T7", who="Ada", why=" ", until=date(2026, 5, 1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"kind": "waiver", "gate": "T7", "who": "Ada", "why": "x"}, "until is missing"),
+        ({"kind": "waiver", "gate": "T7", "who": "Ada", "why": "x", "until": 7}, "until is 7"),
+        (
+            {"kind": "waiver", "gate": "T7", "who": "Ada", "why": "x", "until": "2026-02-31"},
+            "day is out of range",
+        ),
+        ({**verdict(), "checks": None}, "checks is null, not a list"),
+        ({**verdict(), "fingerprint": "x"}, 'fingerprint is "x", not an object'),
+        ({**verdict(), "gate": ["T5"]}, r'gate is \["T5"\], not a text'),
+        ({"kind": 3}, "kind is 3, not a text"),
+    ],
+)
+def test_an_entry_of_the_wrong_types_is_named_though_its_hash_is_right(ledger, entry, reason):
+    ledger.append(entry)
+    assert "line 1 is broken: not a ledger entry: " in ledger.verify()
+    for read in (
+        ledger.entries,
+        lambda: ledger.latest("T5", "cpu"),
+        lambda: ledger.waiver("T7", date(2026, 1, 1)),
+        lambda: ledger.append(verdict()),
+    ):
+        with pytest.raises(UsageError, match=f"line 1 is broken: not a ledger entry: .*{reason}"):
+            read()
+
+
+def test_a_check_that_passed_on_no_value_is_no_entry(ledger):
+    entry = verdict()
+    entry["checks"][0] |= {"value": None, "verdict": "PASS"}
+    ledger.append(entry)
+    with pytest.raises(UsageError, match="check error is PASS and has no value"):
+        ledger.entries()
 
 
 def test_a_recorded_entry_is_judged_again_to_the_same_verdicts(ledger):

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
+from xtrain.config.compose import compose, resolved_yaml
+from xtrain.config.compose import load_run as composed_run
 from xtrain.errors import UsageError
 from xtrain.track.machine import process_mark
 from xtrain.track.resume import choose_run, continue_run, differing_keys, stale_runs
@@ -129,8 +132,23 @@ def test_a_damaged_manifest_is_passed_over_by_auto_and_named_by_path(tmp_path):
     run = ended(tmp_path, "KILLED")
     (run.path / "manifest.json").write_text('{"id": "x", ')
     assert choose(tmp_path) == (None, "")
-    with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"manifest\.json is damaged: not JSON"):
         choose(tmp_path, resume=str(run.path), typed=True)
+
+
+@pytest.mark.parametrize("left", ["", '{"id": "x", ', None])
+def test_auto_refuses_to_leave_behind_a_checkpoint_of_its_own_config(tmp_path, left):
+    composed = composed_run(compose(["run=v0"]))
+    saved, text = asdict(composed), resolved_yaml(composed)
+    run = open_run(tmp_path, "v0", "t6", saved, config_text=text, fingerprints={}, facts={})
+    (run.path / "checkpoints" / "5").mkdir(parents=True)
+    manifest = run.path / "manifest.json"
+    manifest.unlink() if left is None else manifest.write_text(left)
+
+    with pytest.raises(UsageError, match=r"manifest\.json.*has this config and a checkpoint"):
+        choose(tmp_path, saved)
+    assert choose(tmp_path, {**saved, "seed": 9}) == (None, "")
+    assert choose(tmp_path, saved, resume="none") == (None, "")
 
 
 def test_going_on_takes_the_run_over_and_redoes_no_record_twice(tmp_path):

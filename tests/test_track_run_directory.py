@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from xtrain.errors import UsageError
-from xtrain.track.run_dir import WriteError, load_run, open_run, read_metrics
+from xtrain.track.run_dir import WriteError, all_runs, load_run, open_run, read_metrics
 
 
 def make_run(root, config=None, run="v0", phase="t6"):
@@ -74,6 +74,67 @@ def test_metrics_lines_are_valid_json_even_with_nan(tmp_path):
 
     line = json.loads((run.path / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line["loss"] == "NaN" and line["step"] == 1 and line["kind"] == "train"
+
+
+DAMAGE = [
+    (b"spoilt", "not JSON"),
+    (b'{"step": 2, "kind": "train", "loss": 0.5}\x00\x00', "not JSON"),
+    (b"\x00" * 60, "not JSON"),
+    (b'{"step": 2, "kind": "tr\xff\xfein"}', "byte 23 is not UTF-8"),
+    (b'{"step": "2", "kind": "train"}', 'step is "2", not a whole number'),
+    (b'{"step": -2, "kind": "train"}', "step is -2"),
+    (b'{"step": 2.5, "kind": "train"}', "step is 2.5"),
+    (b'{"step": 2, "kind": ["train"]}', "kind is"),
+    (b'{"step": 2, "kind": "train", "time": "noon"}', "time is"),
+    (b'{"step": 2, "kind": "train", "loss": "low"}', "loss is no number"),
+    (b'{"step": 2, "kind": "train", "loss": {}}', "loss is no number"),
+    (b'{"step": 2, "kind": "train", "loss": 1e999}', "a number is too large"),
+    (b'{"step": 2, "kind": "train", "tokens": 1' + b"0" * 400 + b"}", "tokens is no number"),
+    (b"[1, 2]", "not an object"),
+    (b"", "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), DAMAGE)
+def test_a_line_that_is_no_record_is_named_with_its_number_and_why(tmp_path, line, reason):
+    run = make_run(tmp_path)
+    run.log(1, {"loss": 1.0})
+    run.close()
+    metrics = run.path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + line + b"\n" + metrics.read_bytes())
+    for read in (lambda: read_metrics(metrics), lambda: load_run(run.path).truncate_after(3)):
+        with pytest.raises(UsageError) as refused:
+            read()
+        assert str(refused.value).startswith(f"{metrics} line 2 is damaged: ")
+        assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pid", "abc"),
+        ("started", 7),
+        ("status", "DONE"),
+        ("run", "../../elsewhere"),
+        ("id", ""),
+        ("fingerprints", {"data": 1}),
+        ("resumes", None),
+        ("resumes", [7]),
+        ("config", [1]),
+        ("facts", "x"),
+    ],
+)
+def test_a_manifest_of_the_wrong_types_is_named_with_its_field_and_passed_over(
+    tmp_path, field, value
+):
+    run = make_run(tmp_path)
+    sound = make_run(tmp_path)
+    run.write_json("manifest.json", {**run.manifest, field: value})
+    with pytest.raises(UsageError, match=rf"manifest\.json is damaged: {field}"):
+        load_run(run.path)
+    said = []
+    assert [each.path for each in all_runs(tmp_path, say=said.append)] == [sound.path]
+    assert len(said) == 1 and f"damaged: {field}" in said[0] and "passed over" in said[0]
 
 
 @pytest.mark.parametrize("values", [{"loss": "low"}, {"loss": [1.0]}, {"step": 3}])

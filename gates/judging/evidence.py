@@ -8,12 +8,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from gates.judging.ledger import VERDICT, refuse_passes_without_value
 from xtrain.errors import UsageError
 from xtrain.track.run_dir import write_atomically
+from xtrain.typed_json import read_json
 
 HERE = Path(__file__).resolve().parents[1] / "evidence"
-
-_FIELDS = {"gate", "device", "date", "fingerprint", "checks"}
 
 
 def read_evidence(gate: str, device: str, directory: Path = HERE) -> dict | None:
@@ -45,13 +45,14 @@ def _path(gate: str, directory: Path) -> Path:
 
 def _read(gate: str, directory: Path) -> list[dict]:
     path = _path(gate, directory)
-    if not path.exists():
-        return []
     try:
-        entries = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    is_list = isinstance(entries, list) and all(isinstance(each, dict) for each in entries)
-    if not is_list or not all(each.keys() >= _FIELDS for each in entries):
-        raise UsageError(f"{path} is not a list of entries with {', '.join(sorted(_FIELDS))}")
+        entries = read_json(path, [VERDICT])
+        for entry in entries:
+            refuse_passes_without_value(entry)
+    except FileNotFoundError:
+        return []
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}") from error
     return entries

@@ -21,11 +21,47 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 
 from gates.judging.gate import Failed, Measured, NotMeasured
-from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, STALE, CheckResult, verdict_of
-from xtrain.config.check import Check
+from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE, CheckResult, verdict_of
+from xtrain.config.check import DEVICES, OPS, Check
 from xtrain.errors import UsageError
+from xtrain.typed_json import TIME, Matching, OneOf, checked, parse
 
 _START = "0" * 64
+_HASH = Matching(r"[0-9a-f]{64}", "a sha256")
+_NUMBER = (float, OneOf("NaN", "Infinity", "-Infinity"), None)
+CHECKS = [
+    {
+        "name": str,
+        "value": _NUMBER,
+        "op": OneOf(*OPS),
+        "bar": float,
+        "original": str,
+        "verdict": OneOf(PASS, FAIL, ERROR, STALE, NOT_MEASURED),
+        "unit?": str,
+        "device?": OneOf(*DEVICES),
+        "reason?": str,
+    }
+]
+VERDICT = {
+    "date": TIME,
+    "gate": str,
+    "verdict": str,
+    "device": str,
+    "fingerprint": {str: str},
+    "facts?": dict,
+    "checks": CHECKS,
+}
+_CHAINED = {"kind": str, "date": TIME, "previous": _HASH, "hash": _HASH}
+_KINDS = {
+    "verdict": VERDICT,
+    "promotion": {"gate": str, "verdict": str, "device": str},
+    "waiver": {
+        "gate": str,
+        "who": str,
+        "why": str,
+        "until": Matching(r"\d{4}-\d\d-\d\d", "a date"),
+    },
+}
 
 
 class Ledger:
@@ -98,9 +134,9 @@ class Ledger:
         previous = _START
         if lines:
             try:
-                previous = json.loads(lines[-1])["hash"]
-            except (ValueError, KeyError, TypeError) as error:
-                message = f"{self.path} line {len(lines)} is broken: not a ledger entry"
+                previous = _entry(lines[-1])["hash"]
+            except ValueError as error:
+                message = f"{self.path} line {len(lines)} is broken: not a ledger entry: {error}"
                 raise UsageError(message) from error
         chained = {"date": _now(), **entry, "previous": previous}
         chained["hash"] = _hash(chained)
@@ -120,8 +156,11 @@ class Ledger:
         return (json.loads(line) for line in _complete_lines(self._bytes()))
 
     def _bytes(self) -> bytes:
-        with _shared_lock(self.path) as descriptor:
-            return b"" if descriptor is None else _read_all(descriptor)
+        try:
+            with _shared_lock(self.path) as descriptor:
+                return b"" if descriptor is None else _read_all(descriptor)
+        except OSError as error:
+            raise UsageError(f"cannot read {self.path}: {error.strerror}") from error
 
 
 def verdict_entry(
@@ -169,6 +208,13 @@ def recorded_values(entry: Mapping) -> dict[str, Measured]:
     return {record["name"]: _from_record(record) for record in entry["checks"]}
 
 
+def refuse_passes_without_value(entry: Mapping) -> None:
+    """Raise ValueError for a verdict entry with a check that passed on no value."""
+    for record in entry["checks"]:
+        if record["value"] is None and record["verdict"] == PASS:
+            raise ValueError(f"check {record['name']} is PASS and has no value")
+
+
 def recorded_results(entry: Mapping) -> list[CheckResult]:
     """The check results of an entry as they were judged then."""
     return [
@@ -198,7 +244,7 @@ def _from_record(record: Mapping) -> Measured:
         return NotMeasured(reason)
     if record["verdict"] in (ERROR, FAIL):
         return Failed(reason)
-    raise UsageError(f"entry with verdict {record['verdict']} and no value: {record['name']}")
+    raise AssertionError(record)  # refuse_passes_without_value has seen to it
 
 
 def _to_json(value: float | None) -> float | str | None:
@@ -213,14 +259,26 @@ def _from_json(value: float | str | None) -> float | None:
 
 def _why_broken(line: bytes, previous: str) -> str | None:
     try:
-        entry = json.loads(line)
-        if entry["previous"] != previous:
-            return "the entry before it is not the one that it was chained to"
-        if entry["hash"] != _hash(entry):
-            return "its content does not match its hash"
-        return None if "kind" in entry else "it has no kind"
-    except (ValueError, KeyError, TypeError):
-        return "not a ledger entry"
+        entry = _entry(line)
+    except ValueError as error:
+        return f"not a ledger entry: {error}"
+    if entry["previous"] != previous:
+        return "the entry before it is not the one that it was chained to"
+    if entry["hash"] != _hash(entry):
+        return "its content does not match its hash"
+    return None
+
+
+def _entry(line: bytes) -> dict:
+    """One line as an entry of its kind. Raises ValueError naming what is wrong."""
+    entry = checked(parse(line), _CHAINED)
+    checked(entry, _KINDS.get(entry["kind"], {}))
+    match entry["kind"]:
+        case "verdict":
+            refuse_passes_without_value(entry)
+        case "waiver":
+            date.fromisoformat(entry["until"])  # the 31st of February is a ValueError too
+    return entry
 
 
 def _hash(entry: Mapping) -> str:
@@ -239,7 +297,7 @@ def _read_all(descriptor: int) -> bytes:
 @contextmanager
 def _shared_lock(path: Path) -> Iterator[int | None]:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         yield None
         return

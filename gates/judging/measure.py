@@ -6,6 +6,7 @@ settle        -> Standing by gate, measuring those that nothing holds for
 prove_gate    -> Proof by defect: the check passes without the defect and rejects it
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,21 +29,30 @@ from gates.judging.judge import (
 )
 from gates.judging.ledger import Ledger, recorded_values, verdict_entry
 from xtrain.config.check import Check
+from xtrain.errors import UsageError
 from xtrain.track.machine import device_facts
 
 # (gate id, name of the data or None for all) -> (checks, title, claim), from a phase or run file
 LoadChecks = Callable[[str, str | None], tuple[list[Check], str, str]]
 
 
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class Bench:
-    """Where gates are measured: device class, outputs root, ledger, bars, committed evidence."""
+    """Where gates are measured: device class, outputs root, ledger, bars, committed evidence.
+
+    say receives a line for each file that cannot be read.
+    """
 
     device: str
     out: Path
     ledger: Ledger
     load_checks: LoadChecks
     evidence: Path = EVIDENCE
+    say: Callable[[str], None] = _to_stderr
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,7 @@ def standing(file: GateFile, bench: Bench) -> Standing:
     device = bench.device
     fingerprint = gate_fingerprint(file, bench)
     entry = bench.ledger.latest(file.id, device)
-    committed = read_evidence(file.id, device, bench.evidence)
+    committed = _committed(file, bench)
     records = []
     if entry:
         records.append((_changed(entry, fingerprint), "ledger", entry))
@@ -161,6 +171,15 @@ def standing(file: GateFile, bench: Bench) -> Standing:
         reason = f"{' and '.join(changed)} changed since {newest['date']}"
         results = [replace(result, verdict=STALE, reason=reason) for result in results]
     return Standing(name, device, verdict_on(device, results), results, newest["date"], source)
+
+
+def _committed(file: GateFile, bench: Bench) -> dict | None:
+    """The committed evidence; what cannot be read is said, and speaks for nothing."""
+    try:
+        return read_evidence(file.id, bench.device, bench.evidence)
+    except UsageError as error:
+        bench.say(f"{error}; it does not count")
+        return None
 
 
 def settle(

@@ -7,10 +7,12 @@ in it); `resume=none` starts afresh. What differs is named key by key.
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
+from xtrain.config.compose import load_saved
 from xtrain.errors import UsageError
 from xtrain.track.machine import identity, may_be_alive
 from xtrain.track.run_dir import RUNNING, RunDir, all_runs, load_run, now, plain
@@ -32,12 +34,14 @@ def choose_run(
     typed: whether the user wrote `resume=`; a typed `auto` refuses a run that differs, the default
     starts a new one. ignore: dotted keys that change nothing that is trained, each with all that is
     below it. fingerprints: those that must match too, e.g. {"data": digest}.
-    Raises UsageError listing the keys that differ with both values.
+    Raises UsageError listing the keys that differ with both values, and under `auto` for a run of
+    this config that has a checkpoint and no readable manifest.
     """
     if resume == "none":
         return None, ""
     if resume != "auto":
         return _by_path(resume, config, fingerprints or {}, tuple(ignore))
+    _refuse_lost(root, run, phase, config, tuple(ignore))
     nearest: tuple[RunDir, dict] | None = None
     for found in reversed(all_runs(root, run, phase)):
         differing = _differing(found, config, fingerprints or {}, tuple(ignore))
@@ -90,11 +94,10 @@ def continue_run(run: RunDir, *, from_step: int, facts: Mapping[str, object]) ->
     return taken
 
 
-def stale_runs(root: str | Path) -> list[RunDir]:
-    """Runs marked RUNNING whose process on this machine is gone."""
-    return [
-        run for run in all_runs(root) if run.manifest["status"] == RUNNING and not is_alive(run)
-    ]
+def stale_runs(root: str | Path, say: Callable[[str], None] | None = None) -> list[RunDir]:
+    """Runs marked RUNNING whose process on this machine is gone; say names unreadable ones."""
+    found = all_runs(root, say=say)
+    return [run for run in found if run.manifest["status"] == RUNNING and not is_alive(run)]
 
 
 def is_alive(run: RunDir) -> bool:
@@ -143,6 +146,32 @@ def _by_path(
         raise UsageError(f"resume={resume}: that run differs: {_list(differing)}")
     _refuse_alive(found)
     return found, f"going on with {found.path} ({found.manifest['status']})"
+
+
+def _refuse_lost(
+    root: str | Path, run: str, phase: str, config: Mapping, ignore: tuple[str, ...]
+) -> None:
+    """Raise UsageError when training of this very config would be left behind unseen.
+
+    A manifest that cannot be read hides its run; config.yaml beside it tells whose it was.
+    """
+    for saved in sorted(Path(root).glob(f"{run}/{phase}/*/config.yaml")):
+        path = saved.parent
+        try:
+            load_run(path)
+        except UsageError as error:
+            if any(path.glob("checkpoints/*")) and _is_saved_config(saved, config, ignore):
+                raise UsageError(
+                    f"{error}; that run has this config and a checkpoint: put its manifest back, "
+                    "init_from=CHECKPOINT takes its weights, resume=none starts a new run"
+                ) from error
+
+
+def _is_saved_config(saved: Path, config: Mapping, ignore: tuple[str, ...]) -> bool:
+    try:
+        return not differing_keys(asdict(load_saved(saved)), config, ignore=ignore)
+    except UsageError:
+        return False
 
 
 def _differing(

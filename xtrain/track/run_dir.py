@@ -18,15 +18,48 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 from xtrain.errors import UsageError, WriteError
 from xtrain.track.machine import identity
+from xtrain.typed_json import (
+    COUNT,
+    NAME,
+    TIME,
+    Matching,
+    OneOf,
+    Within,
+    checked,
+    open_regular,
+    parse,
+    read_json,
+)
 
 RUNNING = "RUNNING"
 ENDED = ("FINISHED", "FAILED", "KILLED")
+MANIFEST = {
+    "id": Matching(r"[A-Za-z0-9_.-]{1,100}", "the name of a run directory"),
+    "run": NAME,
+    "phase": NAME,
+    "status": OneOf(RUNNING, *ENDED),
+    "pid?": COUNT,
+    "process?": (str, None),
+    "host?": str,
+    "started": TIME,
+    "ended?": (TIME, None),
+    "resumes?": [{"time": TIME, "from_step": COUNT, "was": OneOf(RUNNING, *ENDED), "facts": dict}],
+    "fingerprints?": {str: str},
+    "facts?": dict,
+    "config?": dict,
+}
+_FIXED = {
+    "step": COUNT,
+    "kind": Matching(r"[A-Za-z0-9_.-]{1,60}", "the kind of a record"),
+    "time?": Within(0, 253402300799),  # the year 9999
+}
+_SPELLED = ("NaN", "Infinity", "-Infinity")
 
 
 class RunDir:
@@ -145,35 +178,46 @@ def open_run(
 def read_metrics(path: str | Path, kind: str | None = None) -> list[dict]:
     """The complete records of a metrics.jsonl, non-finite values as floats.
 
-    A torn last line is passed over. Raises ValueError naming the line for one broken before it.
+    A torn last line is passed over. Raises UsageError naming the line for one broken before it.
     """
     wanted = (record for record, _ in _records(Path(path)) if kind in (None, record["kind"]))
     return [{key: _from_json(key, value) for key, value in record.items()} for record in wanted]
+
+
+def read_record(line: bytes) -> dict:
+    """One complete line of a metrics.jsonl. Raises ValueError with what is wrong."""
+    record = checked(parse(line), _FIXED)
+    for name, value in record.items():
+        if name not in ("step", "kind", "time") and not _is_metric(value):
+            raise ValueError(f"{name} is no number")
+    return record
 
 
 def load_run(path: str | Path) -> RunDir:
     """Open an existing run directory. Raises UsageError when it has no readable manifest.json."""
     path = Path(path)
     try:
-        manifest = json.loads((path / "manifest.json").read_text("utf-8"))
+        manifest = read_json(path / "manifest.json", MANIFEST)
     except FileNotFoundError as error:
         raise UsageError(f"{path} is not a run directory: it has no manifest.json") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path / 'manifest.json'} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or not {"id", "run", "phase", "status"} <= manifest.keys():
-        raise UsageError(f"{path / 'manifest.json'} is not the manifest of a run")
     return RunDir(path.resolve(), manifest)
 
 
-def all_runs(root: str | Path, run: str = "*", phase: str = "*") -> list[RunDir]:
-    """Every run below the root with a readable manifest, oldest first."""
+def all_runs(
+    root: str | Path, run: str = "*", phase: str = "*", say: Callable[[str], None] | None = None
+) -> list[RunDir]:
+    """Every run below the root with a readable manifest, oldest first.
+
+    say receives a line for each that is passed over because its manifest is damaged.
+    """
     found = []
-    for manifest in Path(root).glob(f"{run}/{phase}/*/manifest.json"):
+    for manifest in sorted(Path(root).glob(f"{run}/{phase}/*/manifest.json")):
         try:
             found.append(load_run(manifest.parent))
-        except UsageError:
-            continue  # not ours, or damaged: naming it by its path says why
-    return sorted(found, key=lambda each: (each.manifest.get("started", ""), each.id))
+        except UsageError as error:
+            if say is not None:
+                say(f"{error}; that run is passed over")
+    return sorted(found, key=lambda each: (each.manifest["started"], each.id))
 
 
 def plain(value: object) -> object:
@@ -234,14 +278,23 @@ def _append(descriptor: int, line: bytes) -> None:
 
 def _records(path: Path) -> Iterable[tuple[dict, str]]:
     """(record, its line) for every complete line; what follows the last newline is torn."""
-    lines = path.read_bytes().split(b"\n")[:-1]
+    try:
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")[:-1]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            record["step"], record["kind"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} line {number} is not a metrics record") from error
+            record = read_record(line)
+        except ValueError as error:
+            raise UsageError(f"{path} line {number} is damaged: {error}") from error
         yield record, line.decode() + "\n"
+
+
+def _is_metric(value: object) -> bool:
+    if isinstance(value, int):
+        return not isinstance(value, bool) and -(2**63) <= value < 2**64
+    return value is None or isinstance(value, float) or value in _SPELLED
 
 
 def _number(name: str, value: object) -> float | int | str | None:
