@@ -14,8 +14,8 @@ from xtrain.config.schema import RunConfig
 from xtrain.data.tokenizers.imported import end_ids, load_tokenizer
 from xtrain.errors import UsageError
 from xtrain.infer.generate import stream
-from xtrain.track.mlflow_store import sqlite_path, store_uri
 from xtrain.track.registry import register_owed
+from xtrain.track.store_address import check_store, sqlite_path, store_uri
 
 UNFINISHED = "\ufffd"  # what bytes decode to that are the beginning of a character
 
@@ -64,6 +64,7 @@ def trained_model(run: RunConfig) -> Origin:
         return find_origin(run.init_from)
     uri = f"models:/xtrain-{run.name}@promoted"
     advice = f"make one with `xtrain run={run.name}`, or name another with init_from=PATH"
+    check_store(store_uri())
     register_owed(run.out)
     database = sqlite_path(store_uri())
     if database is not None and not database.exists():

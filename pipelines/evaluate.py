@@ -25,6 +25,7 @@ from xtrain.errors import UsageError
 from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror
 from xtrain.track.run_dir import RunDir, open_run
+from xtrain.track.store_address import check_store, store_uri
 
 RESULT = "eval.json"
 COLUMNS = ("model", "loss", "std. error", "perplexity", "bits/byte", "std. error", "set")
@@ -35,6 +36,7 @@ def evaluate_run(run: RunConfig, typed: Sequence[str], say: Callable[[str], None
 
     Raises UsageError when there is no such model or set, and when `eval.against` is of another set.
     """
+    check_store(store_uri())
     earlier = None if run.eval.against is None else read_result(run.eval.against)
     origin = trained_model(run)
     run = fitted(run, origin, typed)

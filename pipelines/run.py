@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gates.judging.ledger import Ledger
 from pipelines import pretrain, verdict
 from pipelines.prepare import prepare_data
 from pipelines.signals import watch_signals
@@ -29,6 +30,7 @@ from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.registry import register_owed
 from xtrain.track.resume import choose_run, continue_run
 from xtrain.track.run_dir import RunDir, load_run, open_run
+from xtrain.track.store_address import check_store, store_uri
 from xtrain.train import checkpoint
 
 
@@ -59,11 +61,15 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
         return 0
     check_vocabulary(run)
     root = Path(run.out)
+    check_store(store_uri())
+    broken = Ledger(Path(run.out) / "ledger.jsonl").verify()
+    if broken:
+        raise UsageError(f"{broken}; move the file away, for none of its verdicts counts any more")
     _choose(run, typed)  # what differs is refused before the text is prepared
     for path in reap_stale(root, say):
         say(f"{path} had no process any more: marked KILLED")
     catch_up(root, say)
-    register_owed(root)
+    register_owed(root, say)
     prepared = prepare_data(run.data, data_cache(root))
     training_windows(run, prepared)  # raises when the text is too short for one sequence
     held_out = eval_windows(run, prepared)

@@ -13,9 +13,10 @@ from gates.judging.promote import promote_or_refuse
 from xtrain.config.check import Check
 from xtrain.errors import UsageError
 from xtrain.track.mirror import Mirror, catch_up
-from xtrain.track.mlflow_store import open_store, store_uri
+from xtrain.track.mlflow_store import open_store
 from xtrain.track.registry import model_directory, register_owed
 from xtrain.track.run_dir import open_run
+from xtrain.track.store_address import store_uri
 
 LOSS = Check("margin", ">=", 0.5)
 CUDA_ONLY = Check("speed", ">=", 2.0, device="cuda")
@@ -179,6 +180,23 @@ def test_a_late_registration_does_not_move_the_alias_back(here):
 
     version = open_store(store_uri()).get_model_version_by_alias("xtrain-v0", "promoted")
     assert version.tags["xtrain.id"] == newer.id
+
+
+@pytest.mark.parametrize("content", ["[1]", "7", '{"tags": 3}', '{"name": "../x", "tags": {}}', ""])
+def test_a_damaged_registry_file_is_said_and_passed_over(here, content):
+    spoilt, _, _ = promote_in_mlflow(here)
+    (spoilt.path / "registry.json").write_text(content)
+    other = make_run(here)
+    owed = {"name": "xtrain-v0", "tags": {"xtrain.verdict": "PASS"}, "version": None}
+    other.write_json("registry.json", owed)
+    mirror = Mirror(other, interval_s=0.05).start()
+    other.set_status("FINISHED")
+    mirror.close("FINISHED")
+    said = []
+
+    assert register_owed(here / "outputs", said.append) == [other.path]
+
+    assert len(said) == 1 and "registry.json is damaged" in said[0]
 
 
 @pytest.mark.parametrize(

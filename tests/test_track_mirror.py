@@ -1,5 +1,6 @@
 """MLflow holds what the run directory holds, and whatever its database does, training goes on."""
 
+import http.server
 import os
 import shutil
 import signal
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 
 import xtrain
-from xtrain.track.mirror import Mirror, catch_up, read_note, reap_stale
-from xtrain.track.mlflow_store import open_store, store_uri
+from xtrain.track.mirror import Mirror, catch_up, reap_stale
+from xtrain.track.mlflow_copy import read_note
+from xtrain.track.mlflow_store import open_store
+from xtrain.track.registry import register_owed
 from xtrain.track.resume import continue_run
 from xtrain.track.run_dir import load_run, open_run
+from xtrain.track.store_address import store_uri
 
 # Children run in another directory, where a relative path to the package would not be found.
 CHILD_ENV = {**os.environ, "PYTHONPATH": str(Path(xtrain.__file__).resolve().parents[1])}
@@ -55,8 +59,8 @@ def test_everything_of_a_run_is_in_mlflow_when_it_closes(here):
     mirror = Mirror(run, tags={"note": "first"}, interval_s=0.05).start()
     log_steps(run, range(1, 801))
     run.log(800, {"loss": 0.5}, kind="eval")
-    (here / "samples.txt").write_text("Once upon")
-    mirror.artifact(here / "samples.txt")
+    (run.path / "samples.txt").write_text("Once upon")
+    mirror.artifact(run.path / "samples.txt")
     mirror.tag("verdict", "PASS")
 
     assert mirror.close("FINISHED") == ""
@@ -142,12 +146,12 @@ def test_training_goes_on_while_the_database_is_locked_and_the_mirror_catches_up
 
 def test_a_mirror_that_stays_behind_says_so_and_is_completed_later(here):
     run = make_run(here)
-    (here / "samples.txt").write_text("Once upon")
+    (run.path / "samples.txt").write_text("Once upon")
     with closing(sqlite3.connect(here / "mlflow.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
         mirror = Mirror(run, say=lambda line: None, interval_s=0.05).start()
         log_steps(run, range(1, 8))
-        mirror.artifact(here / "samples.txt")
+        mirror.artifact(run.path / "samples.txt")
         mirror.tag("verdict", "PASS")
         run.set_status("FINISHED")
         notice = mirror.close("FINISHED", timeout_s=0.1)
@@ -180,6 +184,152 @@ def test_a_useless_store_stops_nothing(here, monkeypatch, kind):
 
     assert warned.wait(60)
     assert "3 lines behind" in mirror.close("FINISHED", timeout_s=0.1)
+
+
+def foreign_run(here, note, export="export"):
+    """A run directory that somebody else made, with what its mirror.json says is owed."""
+    run = make_run(here)
+    run.set_status("FINISHED")
+    run.write_json("mirror.json", note)
+    return run
+
+
+def test_a_foreign_run_directory_sends_nothing_but_its_own_files(here, monkeypatch):
+    (here / "secret").write_text("s3cret")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here / 'mlflow.db'}")
+    note = {"run_id": None, "store": store_uri(), "status": "BEHIND", "tags": {}}
+    artifacts = [str(here / "secret"), "../../../../secret", "link", "folder", "own.txt"]
+    owed = [{"path": each, "folder": "x", "is_sent": False} for each in artifacts]
+    run = foreign_run(here, {**note, "artifacts": owed})
+    (run.path / "link").symlink_to(here / "secret")
+    (run.path / "folder").mkdir()
+    (run.path / "folder" / "inner").symlink_to(here / "secret")
+    (run.path / "own.txt").write_text("mine")
+    said = []
+
+    assert catch_up(here / "outputs", said.append) == [run.path]
+
+    run_id = read_note(run.path)["run_id"]
+    found = open_store(store_uri()).list_artifacts(run_id, "x")
+    assert [each.path for each in found] == ["x/own.txt"]
+    assert sum("leads out of the run directory" in line for line in said) == 4
+    held = [path for path in (here / "mlruns").rglob("*") if path.is_file()]
+    assert not any("s3cret" in path.read_text() for path in held)
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    """A server of somebody else's: whatever asks it for anything is noted."""
+
+    def _note(self):
+        self.server.asked.append(self.path)
+        self.send_error(404)
+
+    do_GET = do_POST = do_PUT = _note
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def foreign_server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        server.asked = []
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_foreign_run_directory_names_no_server_to_talk_to(here, foreign_server):
+    uri = f"http://127.0.0.1:{foreign_server.server_port}"
+    note = {"run_id": None, "store": uri, "status": "BEHIND", "tags": {}, "artifacts": []}
+    run = foreign_run(here, note)
+    run.write_json("registry.json", {"name": "xtrain-v0", "tags": {"a": "b"}, "version": None})
+    stale = make_run(here)
+    stale.write_json("mirror.json", {**note, "status": "RUNNING"})
+    stale.update(process="another-boot:1")
+
+    assert reap_stale(here / "outputs") == [stale.path]
+    assert catch_up(here / "outputs") == []
+    assert register_owed(here / "outputs") == []
+
+    assert foreign_server.asked == []
+
+
+def test_a_foreign_note_cannot_name_another_runs_copy(here):
+    victim = make_run(here)
+    log_steps(victim, range(1, 4))
+    run_id = finish(victim)
+    note = {"run_id": run_id, "store": store_uri(), "status": "BEHIND", "tags": {"x": "y"}}
+    foreign = foreign_run(here, {**note, "artifacts": []})
+    log_steps(foreign, range(4, 9))
+
+    assert catch_up(here / "outputs") == [foreign.path]
+
+    assert logged_steps(run_id) == [1, 2, 3]
+    assert read_note(foreign.path)["run_id"] != run_id
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://ada:pa55word@127.0.0.1:9/mlflow?token=t0ken",
+        "https://:pa55word@127.0.0.1:9",
+    ],
+)
+def test_credentials_of_the_store_are_written_nowhere_and_said_nowhere(here, monkeypatch, uri):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    run = make_run(here)
+    said = []
+    mirror = Mirror(run, say=said.append, interval_s=0.05).start()
+    mirror.flush(0.5)
+    run.set_status("FINISHED")
+    said.append(mirror.close("FINISHED", timeout_s=0.1))
+    mirror._thread.join()
+    catch_up(here / "outputs", said.append)
+
+    assert read_note(run.path)["store"].startswith(uri[:7])
+    written = [path.read_text() for path in run.path.rglob("*") if path.is_file()]
+    assert len(written) > 2 and len(said) > 1
+    for text in [*written, *said]:
+        assert "pa55word" not in text and "t0ken" not in text and "ada:" not in text
+
+
+@pytest.mark.parametrize("content", ["[1]", "", '{"run_id": 7}', "null", '{"artifacts": [["/x"]]}'])
+def test_a_damaged_note_is_said_and_made_anew_and_nothing_is_doubled(here, content):
+    run = make_run(here)
+    log_steps(run, range(1, 4))
+    run_id = finish(run)
+    (run.path / "mirror.json").write_text(content)
+    said = []
+
+    assert catch_up(here / "outputs", said.append) == [run.path]
+
+    assert len(said) == 1 and "mirror.json is damaged" in said[0]
+    assert read_note(run.path)["run_id"] == run_id
+    assert logged_steps(run_id) == [1, 2, 3]
+    assert catch_up(here / "outputs", said.append) == [] and len(said) == 1
+
+
+def test_a_damaged_record_is_named_once_and_the_others_are_copied(here):
+    run = make_run(here)
+    log_steps(run, [1, 2])
+    run.close()
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\x00\x00\n{"step": "3", "kind": "train"}\n')
+    log_steps(run, [4])
+    note = {"run_id": None, "store": store_uri(), "status": "BEHIND", "tags": {}, "artifacts": []}
+    run.write_json("mirror.json", note)
+    run.set_status("FINISHED")
+    said = []
+
+    assert catch_up(here / "outputs", said.append) == [run.path]
+
+    assert logged_steps(read_note(run.path)["run_id"]) == [1, 2, 4]
+    assert len(said) == 1 and "metrics.jsonl line 3, 4 is damaged" in said[0]
+    assert catch_up(here / "outputs", said.append) == [] and len(said) == 1
 
 
 KILLED_CHILD = """
@@ -221,8 +371,10 @@ def test_a_run_killed_by_sigkill_is_reaped_here_and_in_mlflow(here):
 
 
 FIRST_USE = """
+import http.server
 import os
-from xtrain.track.mlflow_store import import_mlflow, open_store, store_uri
+from xtrain.track.mlflow_store import import_mlflow, open_store
+from xtrain.track.store_address import store_uri
 from xtrain.track.mirror import Mirror
 from xtrain.track.run_dir import open_run
 import_mlflow()

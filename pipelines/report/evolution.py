@@ -24,7 +24,7 @@ from xtrain.config.files import choices
 from xtrain.config.schema import RunConfig
 from xtrain.errors import UsageError
 from xtrain.models.counts import count_parameters
-from xtrain.track.mirror import read_note
+from xtrain.track.mlflow_copy import read_note
 from xtrain.track.run_dir import RunDir, all_runs, read_metrics, write_atomically
 
 PHASES = ("phase", "what", "cpu", "cuda", "measured against its bars (the original's figure)")

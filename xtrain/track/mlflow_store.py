@@ -1,30 +1,25 @@
-"""The MLflow store: where it is, and how several processes open it without breaking it.
+"""The MLflow store, opened: its client, its experiments, and how several processes share it.
 
-`sqlite:///<working directory>/mlflow.db` unless MLFLOW_TRACKING_URI names another. Processes that
-create one sqlite database at once break it, so the first use in each is serialised by a file lock.
-MLflow is imported inside functions only: it takes seconds that `xtrain --help` does not have.
+Processes that create one sqlite database at once break it, so the first use in each is serialised
+by a file lock. MLflow is imported inside functions only: it takes seconds that `xtrain --help`
+does not have.
 """
 
 import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-LOCK_WAIT_S = 1.0  # MLflow itself waits 20 s for a locked database
+from xtrain.track.database import LOCK_WAIT_S, make_whole, refuse_locked
+from xtrain.track.store_address import redacted, sqlite_path, store_uri
 
-
-def store_uri() -> str:
-    """The tracking URI: MLFLOW_TRACKING_URI, else the sqlite file in the working directory."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """The database file of a sqlite URI, None for any other store."""
-    scheme, _, path = uri.partition(":///")
-    return Path(path).absolute() if scheme == "sqlite" else None
+# What MLflow's page of an experiment shows first; without it, MLflow 3 takes runs without a
+# logged model for evaluations of an agent.
+KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
 def import_mlflow() -> None:
@@ -32,6 +27,8 @@ def import_mlflow() -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    # The last line on stdout is the verdict, not where a server shows the run.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     import mlflow.store.tracking.sqlalchemy_store
     import mlflow.tracking  # noqa: F401
 
@@ -39,10 +36,12 @@ def import_mlflow() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def open_store(uri: str):
+def open_store(uri: str, say: Callable[[str], None] | None = None):
     """An MlflowClient (tracking and registry) on the store, which is created if need be.
 
-    Raises sqlite3.OperationalError when a sqlite store is locked by another program.
+    say receives a line when a database had to be migrated or replaced; by default it is printed on
+    stderr. Raises sqlite3.OperationalError when a sqlite store is locked by another program, and
+    UsageError when it can never be opened.
     """
     import_mlflow()
     from mlflow.tracking import MlflowClient
@@ -51,7 +50,8 @@ def open_store(uri: str):
     if database is None:
         return MlflowClient(uri, registry_uri=uri)
     with _first_use(database):
-        refuse_locked(uri)
+        refuse_locked(database)
+        make_whole(database, say or (lambda line: print(f"xtrain: {line}", file=sys.stderr)))
         client = MlflowClient(uri, registry_uri=uri)
         client.search_experiments(max_results=1)
         with closing(sqlite3.connect(database, timeout=LOCK_WAIT_S)) as connection:
@@ -65,33 +65,30 @@ def experiment_id(client, uri: str, name: str) -> str:
     """The experiment of this name, made with an explicit artifact place beside a sqlite store."""
     database = sqlite_path(uri)
     if database is None:
-        found = client.get_experiment_by_name(name)
-        return found.experiment_id if found else client.create_experiment(name)
+        return _experiment_id(client, name)
     with _first_use(database):
-        found = client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
-        place = (database.parent / "mlruns" / name).as_uri()
-        return client.create_experiment(name, artifact_location=place)
+        return _experiment_id(client, name, (database.parent / "mlruns" / name).as_uri())
 
 
-def refuse_locked(uri: str) -> None:
-    """Raise within a second when a sqlite store is locked for writing, rather than in twenty."""
-    database = sqlite_path(uri)
-    if database is None or not database.exists():
-        return
-    with closing(sqlite3.connect(database, timeout=LOCK_WAIT_S)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("ROLLBACK")
+def _experiment_id(client, name: str, place: str | None = None) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return client.create_experiment(name, artifact_location=place, tags=KIND)
+    for key, value in KIND.items():
+        if key not in found.tags:  # else somebody chose
+            client.set_experiment_tag(found.experiment_id, key, value)
+    return found.experiment_id
 
 
-def one_line(error: Exception) -> str:
-    """An MLflow or database error, which may span pages, as one short line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def one_line(error: Exception, uri: str | None = None) -> str:
+    """An MLflow or database error, which may span pages, as one short line without secrets."""
+    text = redacted(" ".join(str(error).split()), uri or store_uri())
+    return text[:200] or type(error).__name__
 
 
 @contextmanager
 def _first_use(database: Path) -> Iterator[None]:
+    database.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(f"{database}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
