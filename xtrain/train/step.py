@@ -19,7 +19,9 @@ class TrainingStep:
     """Fixed inputs and outputs of a step, and the step.
 
     Inputs, written by `load`: the batch (A, B, T) int32 arrays, the dropout keys (A, 4) uint32 and
-    the optimizer's learning rate. Outputs: loss () float64, grad_norm () float64.
+    the optimizer's learning rate. Outputs: loss () float64, grad_norm () float64; and in `seen`
+    what an objective returned beside its loss, over the micro-batches: names ending in `_sum` are
+    added, those in `_max` compared.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class TrainingStep:
         self.seed, self.device, self.dropout = seed, device, dropout
         self.batch: dict | None = None
         self.keys = None
+        self.seen: dict = {}  # what the objective saw in the last step, by name, () float64
         self.run = device.capture(self._run, self._inputs)
 
     def load(self, batch: dict[str, np.ndarray], step: int, lr: float) -> None:
@@ -73,7 +76,18 @@ class TrainingStep:
                 micro = {name: array[a] for name, array in self.batch.items()}
                 key = self.keys[a] if self.dropout > 0 else None
                 term = self.objective(self.model, micro, scale, key)
+                if isinstance(term, tuple):
+                    term, seen = term
+                    self.seen = _gathered(xp, self.seen if a else {}, seen)
                 term.backward()
                 loss = loss + term.data
                 del term  # its tape holds the activations; the next micro-batch needs their room
             return loss, self.optimizer.update()
+
+
+def _gathered(xp, before: dict, seen: dict) -> dict:
+    """Sums and maxima of one more micro-batch."""
+    if not before:
+        return seen
+    join = {"sum": xp.add, "max": xp.maximum}
+    return {name: join[name.rpartition("_")[2]](before[name], seen[name]) for name in seen}

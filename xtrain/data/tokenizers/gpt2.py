@@ -85,6 +85,10 @@ class Tokenizer:
         """Return how many UTF-8 bytes of text `ids` stand for; an end-of-text id is none."""
         return int(self._token_bytes[ids].sum())
 
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token, None if there is none of that name."""
+        return END_OF_TEXT_ID if name == END_OF_TEXT else None
+
     def _encode(self, text: str) -> np.ndarray:
         return self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
 

@@ -12,6 +12,7 @@ training tokenizer, Hugging Face encodes it in text as id 50256.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,39 +20,70 @@ from pathlib import Path
 from xtrain.data.tokenizers.gpt2 import END_OF_TEXT, END_OF_TEXT_ID, gpt2_ranks
 
 
-def write_hf_tokenizer(directory: str | Path) -> list[Path]:
+def write_hf_tokenizer(
+    directory: str | Path, *, turns: Mapping[str, int] | None = None, **config: str
+) -> list[Path]:
     """Write tokenizer.json and tokenizer_config.json into `directory` (created), return the paths.
 
     `transformers.AutoTokenizer.from_pretrained(directory)` then gives the ids of `load_gpt2()`.
+    turns: further special tokens by name, behind the vocabulary. config: further entries of
+    tokenizer_config.json, such as a chat template.
     """
+    vocab, merges = _vocab_and_merges()
+    special = {END_OF_TEXT: END_OF_TEXT_ID, **(turns or {})}
+    added = [added_token(name, number) for name, number in special.items()]
+    return write_files(
+        directory,
+        vocab={**vocab, END_OF_TEXT: END_OF_TEXT_ID},
+        merges=merges,
+        added=added,
+        config=config,
+    )
+
+
+def write_files(
+    directory: str | Path,
+    *,
+    vocab: Mapping[str, int],
+    merges: Sequence[str],
+    added: Sequence[Mapping],
+    config: Mapping[str, str],
+) -> list[Path]:
+    """Write the two files of a byte-level encoding; the same bytes on every call."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "tokenizer.json": _tokenizer(vocab, merges, added),
+        "tokenizer_config.json": {**_config(), **config},
+    }
     paths = []
-    for name, content in (("tokenizer.json", _tokenizer()), ("tokenizer_config.json", _config())):
+    for name, content in contents.items():
         path = directory / name
         path.write_text(json.dumps(content, indent=1, ensure_ascii=True) + "\n", encoding="ascii")
         paths.append(path)
     return paths
 
 
-def _tokenizer() -> dict:
-    vocab, merges = _vocab_and_merges()
+def added_token(content: str, number: int) -> dict:
+    """A special token as tokenizer.json lists it."""
+    return {
+        "id": number,
+        "content": content,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+
+
+def _tokenizer(vocab: Mapping[str, int], merges: Sequence[str], added: Sequence[Mapping]) -> dict:
     byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": END_OF_TEXT_ID,
-                "content": END_OF_TEXT,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
+        "added_tokens": list(added),
         "normalizer": None,
         "pre_tokenizer": {**byte_level, "add_prefix_space": False},
         "post_processor": {**byte_level, "add_prefix_space": True, "trim_offsets": False},
@@ -64,8 +96,8 @@ def _tokenizer() -> dict:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            "vocab": {**vocab, END_OF_TEXT: END_OF_TEXT_ID},
-            "merges": merges,
+            "vocab": dict(vocab),
+            "merges": list(merges),
         },
     }
 
@@ -86,7 +118,7 @@ def _config() -> dict:
 @lru_cache(maxsize=1)
 def _vocab_and_merges() -> tuple[dict[str, int], list[str]]:
     ranks = gpt2_ranks()
-    letters = _byte_letters()
+    letters = byte_letters()
     vocab, merges = {}, []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         vocab["".join(letters[b] for b in token)] = rank
@@ -108,7 +140,8 @@ def _merged_below(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[byte
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
 
 
-def _byte_letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
+    """The printable character that Hugging Face writes for each byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     letters = {b: chr(b) for b in printable}

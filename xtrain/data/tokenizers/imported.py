@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xtrain.data.tokenizers.bytes import NAME, ByteTokenizer
 from xtrain.data.tokenizers.gpt2 import END_OF_TEXT, Tokenizer, load_gpt2
 from xtrain.errors import UsageError
 
@@ -70,6 +71,10 @@ class ImportedTokenizer:
             self._token_bytes = self._bytes_by_id()
         return int(self._token_bytes[ids].sum())
 
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token, None if there is none of that name."""
+        return self._tokenizer.token_to_id(name)
+
     def _encode(self, text: str) -> np.ndarray:
         # A batch of one: unlike `encode` it leaves the interpreter to the other threads.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -103,13 +108,15 @@ class ImportedTokenizer:
         return sizes
 
 
-def load_tokenizer(directory: str | Path | None) -> Tokenizer | ImportedTokenizer:
-    """Return the tokenizer of a Hugging Face directory, GPT-2's for None.
+def load_tokenizer(directory: str | Path | None) -> Tokenizer | ByteTokenizer | ImportedTokenizer:
+    """Return the tokenizer of a Hugging Face directory, GPT-2's for None, one of bytes for `bytes`.
 
     Raises UsageError when there is none in the directory, or it cannot be read.
     """
     if directory is None:
         return load_gpt2()
+    if directory == NAME:
+        return ByteTokenizer()
     path = Path(directory) / FILE
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
