@@ -149,9 +149,22 @@ def test_adamw_rounds_after_every_operation():
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", nvrtc.files())
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-def test_cuda_source_compiles_to_machine_code(name, capability):
-    assert nvrtc.cubin(name, capability).startswith(b"\x7fELF")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
+def test_cuda_source_compiles_to_machine_code(name, architecture):
+    assert nvrtc.cubin(name, architecture).startswith(b"\x7fELF")
+
+
+@needs_nvrtc
+def test_an_included_header_is_compiled_in_place_and_errors_name_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvrtc, "FOLDER", tmp_path)
+    (tmp_path / "half.cuh").write_text("#pragma once\ntypedef float real;\n")
+    twice = '#include "half.cuh"\n#include "half.cuh"\n'
+    kernel = twice + 'extern "C" __global__ void f(real* x) { *x = 1; }\n'
+    (tmp_path / "good.cu").write_text(kernel)
+    (tmp_path / "bad.cu").write_text(kernel.replace("{ *x", "{ y"))
+    assert nvrtc.cubin("good.cu", "sm_80").startswith(b"\x7fELF")
+    with pytest.raises(RuntimeError, match=r"bad\.cu\(3\).*undefined"):
+        nvrtc.cubin("bad.cu", "sm_80")
 
 
 def test_kernels_see_bf16_as_its_bits():

@@ -1,13 +1,17 @@
 """CUDA C++ kernels: the .cu files beside the kernels, compiled by NVRTC.
 
-CuPy keeps the binaries on disk, keyed by source, options, architecture and compiler version.
+What a file includes from the same folder (`#include "mma.cuh"`) is put in its place before it is
+compiled, so it needs no include path. CuPy keeps the binaries on disk, keyed by source, options,
+architecture and compiler version: a key that a changed header changes too.
 """
 
 import functools
+import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "kernels"
 OPTIONS = ("--std=c++17",)
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 def files() -> list[str]:
@@ -16,8 +20,22 @@ def files() -> list[str]:
 
 
 def text(name: str) -> str:
-    """The source of a file in the kernels' folder."""
-    return (FOLDER / name).read_text()
+    """The source of a file in the kernels' folder, with what it includes from there."""
+    return _with_included((FOLDER / name).read_text(), name)
+
+
+def _with_included(source: str, name: str) -> str:
+    """Compilers' messages still name the file and line that were written."""
+    included = set()
+
+    def body(found: re.Match) -> str:
+        if found[1] in included:
+            return ""
+        included.add(found[1])
+        after = source.count("\n", 0, found.start()) + 2
+        return f'#line 1 "{found[1]}"\n{(FOLDER / found[1]).read_text()}#line {after} "{name}"'
+
+    return INCLUDE.sub(body, source)
 
 
 @functools.cache
@@ -35,12 +53,12 @@ def function(name: str, entry: str, defines: tuple[str, ...] = ()):
     return module(name, defines).get_function(entry)
 
 
-def cubin(name: str, capability: tuple[int, int], defines: tuple[str, ...] = ()) -> bytes:
-    """Machine code for a compute capability; needs the NVRTC and runtime wheels, but no driver."""
+def cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
+    """Machine code for `sm_80`, `sm_90a`, ...; needs the NVRTC and runtime wheels, no driver."""
     from cupy.cuda import nvrtc
 
     options = [*OPTIONS, *(f"-D{define}" for define in defines)]
-    options += [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *_include_options()]
+    options += [f"--gpu-architecture={architecture}", *_include_options()]
     program = nvrtc.createProgram(text(name), name, (), ())
     try:
         nvrtc.compileProgram(program, options)
