@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from pipelines.prepare import describe, prepare_data
-from xtrain.data import dataset
+from xtrain.data import dataset, order
 from xtrain.data.dataset import DataConfig, prepare, unigram_entropy
 from xtrain.data.sources import open_source
 from xtrain.data.split import choose, hold_out
@@ -24,6 +25,7 @@ from xtrain.data.tokenizers.gpt2 import load_gpt2
 from xtrain.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 STORIES = [f"Story {i}: the cat sat on mat number {i * i}." for i in range(40)]
 
 
@@ -70,8 +72,7 @@ def test_a_slice_of_sotu_spans_the_centuries_in_both_parts():
     year = {text: i / len(texts) for i, text in enumerate(texts)}  # 0 the first, 1 the last
     chosen, total = choose(texts, order_seed=0, max_bytes=3_000_000)
     chosen = list(chosen)
-    assert total == sum(len(text.encode()) for text in chosen)
-    assert 2_700_000 < total <= 3_000_000
+    assert total == 3_000_000 >= sum(len(text.encode()) for text in chosen) > 2_700_000
     for part in (chosen[9::10], [t for i, t in enumerate(chosen) if i % 10 != 9]):
         assert min(year[t] for t in part) < 0.25
         assert max(year[t] for t in part) > 0.75
@@ -84,6 +85,35 @@ def test_a_slice_is_whole_documents_and_begins_every_longer_slice():
         assert part == whole[: len(part)]
         assert sum(map(len, part)) <= max_bytes
         assert part == whole or sum(map(len, whole[: len(part) + 1])) > max_bytes
+
+
+def test_order_is_that_of_the_keyed_hash_whatever_fits_into_memory(tmp_path, monkeypatch):
+    texts = [f"{i} " + "\u00e9" * (i % 97) for i in range(5000)]
+    key = (7).to_bytes(8, "little")
+    expected = sorted(texts, key=lambda t: hashlib.blake2b(t.encode(), key=key).digest())
+    for held, fan in ((1 << 26, 64), (20_000, 64), (20_000, 3), (1, 64)):
+        monkeypatch.setattr(order, "RUN_BYTES", held)
+        monkeypatch.setattr(order, "FAN", fan)
+        found, total = order.by_hash(iter(texts), 7, tmp_path)
+        assert list(found) == expected
+        assert total == sum(len(text.encode()) for text in texts)
+        assert not list(tmp_path.iterdir())
+
+
+def test_order_holds_no_more_than_it_says(tmp_path):
+    script = (
+        "import resource, sys, pathlib\n"
+        "from xtrain.data.order import HELD_BYTES, by_hash\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak()\n"
+        "texts = (f'{i}' + 'text ' * 1000 for i in range(80_000))\n"
+        "ordered, total = by_hash(texts, 0, pathlib.Path(sys.argv[1]))\n"
+        "assert sum(map(len, ordered)) == total > 4e8\n"
+        "print((peak() - before) / HELD_BYTES)\n"
+    )
+    command = [sys.executable, "-c", script, tmp_path]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert float(told.stdout) < 1
 
 
 def test_of_a_document_larger_than_the_slice_the_head_is_taken():
@@ -261,7 +291,7 @@ def test_unigram_entropy_is_that_of_the_counts(tmp_path):
 
 PREPARE = """
 import sys
-from xtrain.data import dataset
+from xtrain.data import dataset, order
 dataset._GROUP_CHARS = 100
 calls = []
 config = dataset.DataConfig("text", "text", path=sys.argv[1])
@@ -271,7 +301,7 @@ print(prepared.fingerprint, prepared.train.sha256, len(calls))
 
 DIE = """
 import os, signal, sys
-from xtrain.data import dataset
+from xtrain.data import dataset, order
 dataset._GROUP_CHARS = 100
 def die(done, total):
     if done > 500:

@@ -60,13 +60,16 @@ def test_a_million_equal_characters_are_encoded():
     tokenizer = load_gpt2()
     for character in " a\n\u4e2d":
         text = character * 1_000_000
-        assert tokenizer.text_bytes(tokenizer.encode_batch([text])[0]) == len(text.encode())
+        assert tokenizer.encode_documents([text])[0].text_bytes == len(text.encode())
 
 
-def test_text_bytes_count_utf8_and_nothing_for_end_of_text():
-    tokenizer = load_gpt2()
-    ids = np.array([*tokenizer.encode_ordinary("\u00e9t\u00e9 \u4e2d"), tokenizer.eot])
-    assert tokenizer.text_bytes(ids) == len("\u00e9t\u00e9 \u4e2d".encode())
+def test_a_document_counts_its_utf8_bytes_and_none_for_the_end_of_text():
+    text = "\u00e9t\u00e9 \u4e2d"
+    (document,) = load_gpt2().encode_documents([text])
+    assert document.ids[-1] == load_gpt2().eot
+    assert document.sizes[-1] == 0
+    assert document.text_bytes == len(text.encode())
+    assert document[:2].text_bytes + document[2:].text_bytes == len(text.encode())
 
 
 @pytest.mark.parametrize("token", [-1, 50257, 50303])

@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from xtrain.data.dataset import DataConfig, prepare
+from xtrain.data.eval_set import EvalSetConfig, open_eval_set
 from xtrain.data.tokenizers import imported as imported_tokenizer
 from xtrain.data.tokenizers.gpt2 import load_gpt2
 from xtrain.data.tokenizers.hf_files import write_hf_tokenizer
@@ -68,7 +70,9 @@ def test_the_same_vocabulary_gives_the_ids_and_bytes_of_gpt2(gpt2_directory):
         ids = ours.encode_ordinary(text)
         assert theirs.encode_ordinary(text) == ids
         assert theirs.decode(ids) == ours.decode(ids) == text
-        assert theirs.text_bytes(np.array(ids, int)) == len(text.encode())
+        (document,), (same,) = theirs.encode_documents([text]), ours.encode_documents([text])
+        assert document.ids.tolist() == same.ids.tolist() == [*ids, ours.eot]
+        assert document.sizes.tolist() == same.sizes.tolist()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -88,10 +92,106 @@ def test_special_tokens_in_a_text_are_ordinary_and_truncation_and_padding_are_of
 
 
 def test_bytes_are_counted_by_token_and_none_for_the_end_of_text(own):
-    tokenizer = load_tokenizer(own)
-    for text in TEXTS:
-        ids = np.array([*tokenizer.encode_ordinary(text), tokenizer.eot])
-        assert tokenizer.text_bytes(ids) == len(text.encode())
+    for text, document in zip(TEXTS, load_tokenizer(own).encode_documents(TEXTS), strict=True):
+        assert document.text_bytes == len(text.encode())
+        assert document.sizes[-1] == 0
+
+
+def changed(own, directory, **parts):
+    """The directory with a copy of the tokenizer `own` whose parts are others."""
+    content = json.loads((own / "tokenizer.json").read_text())
+    model = parts.pop("model", {})
+    content |= parts
+    content["model"] |= model
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+NFC = {"type": "NFC"}
+STRIPPED = {
+    "type": "Sequence",
+    "normalizers": [
+        NFC,
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+        {"type": "Lowercase"},
+    ],
+}
+# Bytes that no normal form keeps: letters with separate marks, wide spaces at both ends, Angstrom.
+ODD = [
+    "e\u0301te\u0301 e\u0301",
+    "\u2003 Caf\u00e9 \u2003\n",
+    "\u212b\u1e9b\u0323 \U0001f642 na\u00efve",
+    "",
+]
+
+
+@pytest.mark.parametrize("normalizer", [NFC, STRIPPED], ids=["NFC", "stripped"])
+def test_bytes_are_those_of_the_text_as_it_was_not_of_its_normal_form(own, tmp_path, normalizer):
+    tokenizer = load_tokenizer(changed(own, tmp_path, normalizer=normalizer))
+    for text, document in zip(ODD, tokenizer.encode_documents(ODD), strict=True):
+        assert document.ids.tolist() == [*tokenizer.encode_ordinary(text), tokenizer.eot]
+        assert document.text_bytes == len(text.encode())
+        assert (document.sizes >= 0).all()
+        for cut in range(len(document) + 1):
+            parts = document[:cut].text_bytes + document[cut:].text_bytes
+            assert parts == document.text_bytes
+
+
+def test_a_preparation_with_a_normalising_tokenizer_counts_the_bytes_of_the_files(own, tmp_path):
+    directory = changed(own, tmp_path, normalizer=NFC)
+    lines = [{"text": text * 9} for text in ODD]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = DataConfig("a", "text", str(tmp_path / "a.jsonl"), tokenizer=str(directory))
+    manifest = prepare(config, cache_dir=tmp_path / "cache").manifest
+    counted = manifest["train"]["bytes"] + manifest["heldout"]["bytes"]
+    assert counted == sum(len(line["text"].encode()) for line in lines)
+
+
+PANICS = {"type": "FixedLength", "length": 0}  # "chunk size must be non-zero", no Exception
+
+
+@pytest.mark.parametrize("order_seed", [None, 0])
+def test_a_text_that_the_tokenizer_fails_on_is_named_with_its_file(own, tmp_path, order_seed):
+    directory = changed(own, tmp_path, pre_tokenizer=PANICS)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n{"text": "the one"}\n')
+    config = DataConfig(
+        *("a", "text", str(tmp_path / "a.jsonl")),
+        tokenizer=str(directory),
+        order_seed=order_seed,
+    )
+    with pytest.raises(UsageError) as caught:
+        prepare(config, cache_dir=tmp_path / "cache")
+    assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}, document 2: {directory}")
+    assert "begins 'the one': chunk size must be non-zero; leave the text out" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(UsageError, match=r"a\.jsonl, document 2: .* fails on a text"):
+        open_eval_set(
+            EvalSetConfig("e", "text", str(tmp_path / "a.jsonl")),
+            cache_dir=tmp_path / "cache",
+            tokenizer=load_tokenizer(directory),
+        )
+    with pytest.raises(UsageError, match="fails on a text"):
+        load_tokenizer(directory).encode_ordinary("a prompt")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read"),
+        ({"normalizer": "NFC"}, "cannot be read"),
+        ({"model": {"dropout": 0.5}}, "dropout=0.5"),
+        (
+            {"model": {"vocab": {"a": 4294967295, "<|endoftext|>": 0}, "merges": []}},
+            "4294967296 ids",
+        ),
+        ({"model": {"vocab": [], "merges": 7}}, "cannot be read"),
+    ],
+)
+def test_a_tokenizer_file_with_other_values_is_refused(own, tmp_path, parts, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        load_tokenizer(changed(own, tmp_path, **parts))
+    assert str(caught.value).startswith(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_id_between_documents_is_that_of_the_end_of_text(own):

@@ -24,7 +24,8 @@ import numpy as np
 
 from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
 from xtrain.data.sources import SOURCES, Source, open_source
-from xtrain.data.split import choose, hold_out, leave_out_tail
+from xtrain.data.split import choose, hold_out, leave_out_tail, utf8_bytes
+from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.errors import UsageError
@@ -48,8 +49,7 @@ class DataConfig:
     max_bytes           use whole documents up to so many UTF-8 bytes; of a first document that is
                         larger, its head. None: all
     order_seed          order of the documents before they are sliced: by a hash of this seed and
-                        their text, which needs them all in memory. None: as the source has them,
-                        streamed
+                        their text, in bounded memory. None: as the source has them, streamed
     shards              hub sources: only the first n parquet files. None: all
     revision            hub sources: branch, tag or commit
     heldout_fraction    share of the documents held out, 0 < f <= 0.5
@@ -259,13 +259,15 @@ def _write_shards(
         ShardWriter(directory / "heldout.bin", **made) as heldout,
     ):
         writers = (train, heldout)
-        texts, total = choose(source.read(), order_seed=cfg.order_seed, max_bytes=cfg.max_bytes)
-        encoded = _encode(texts, tokenizer, cfg.workers, total, progress)
+        texts, total = choose(
+            source.read(), order_seed=cfg.order_seed, max_bytes=cfg.max_bytes, scratch=directory
+        )
+        encoded = _encode(texts, source, tokenizer, cfg.workers, total, progress)
         if cfg.reserved_tail_tokens is not None:
             encoded = leave_out_tail(encoded, cfg.reserved_tail_tokens)
-        for part, ids in hold_out(encoded, cfg.heldout_fraction, limit=cfg.heldout_tokens):
-            writers[part].append(ids)
-            text_bytes[part] += tokenizer.text_bytes(ids)
+        for part, piece in hold_out(encoded, cfg.heldout_fraction, limit=cfg.heldout_tokens):
+            writers[part].append(piece.ids)
+            text_bytes[part] += piece.text_bytes
         tokens = train.tokens + heldout.tokens
         if tokens == 0:
             raise UsageError(f"{source.label}: no text in it")
@@ -287,18 +289,20 @@ def _write_shards(
 
 def _encode(
     texts: Iterator[str],
+    source: Source,
     tokenizer: Tokenizer,
     workers: int,
     total: int | None,
     progress: Progress | None,
-) -> Iterator[np.ndarray]:
-    """Yield the ids of each text, end-of-text id last, encoded a group of texts at a time."""
-    end = np.array([tokenizer.eot], np.uint32)
+) -> Iterator[Encoded]:
+    """Yield each text's ids, end-of-text id last, encoded a group of texts at a time."""
     done = 0
     for group in _groups(texts):
-        for ids in tokenizer.encode_batch(group, workers=workers):
-            yield np.concatenate([ids, end])
-        done += sum(len(text.encode()) for text in group)
+        try:
+            yield from tokenizer.encode_documents(group, workers=workers)
+        except UnreadableText as error:
+            raise UsageError(f"{source.find(error.text)}: {error}") from error
+        done += sum(map(utf8_bytes, group))
         if progress is not None:
             progress(done, total)
 

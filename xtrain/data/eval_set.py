@@ -24,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
-from xtrain.data.sources import open_source
+from xtrain.data.sources import Source, open_source
 from xtrain.data.split import choose, hold_out
+from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer, load_gpt2
 from xtrain.errors import UsageError
 
@@ -106,7 +107,7 @@ def open_eval_set(cfg: EvalSetConfig, *, cache_dir: str | Path, tokenizer=None) 
     directory = Path(cache_dir) / f"{cfg.name}-{digest[:16]}"
     if not directory.exists():
         with _speaking_of_eval(cfg):
-            documents = list(_documents(source.read(), cfg, tokenizer))
+            documents = _all_documents(source, cfg, tokenizer, Path(cache_dir))
         write_eval_set(directory, documents, name=cfg.name, source=cfg.source, tokenizer=tokenizer)
     found = read_eval_set(directory)
     if cfg.sha256 and isinstance(tokenizer, Tokenizer) and cfg.sha256 != found.sha256:
@@ -118,7 +119,7 @@ def open_eval_set(cfg: EvalSetConfig, *, cache_dir: str | Path, tokenizer=None) 
 
 
 def write_eval_set(
-    directory: Path, documents: list[np.ndarray], *, name: str, source: str, tokenizer
+    directory: Path, documents: list[Encoded], *, name: str, source: str, tokenizer
 ) -> None:
     """Write a set of documents of ids, which end in end-of-text; it appears by one rename.
 
@@ -132,16 +133,16 @@ def write_eval_set(
         temporary.mkdir(parents=True)
         made = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.fingerprint}
         with ShardWriter(temporary / "tokens.bin", **made) as writer:
-            first = np.concatenate([[tokenizer.eot], documents[0]])
-            for ids in (first, *documents[1:]):
-                writer.append(ids)
+            writer.append(np.append(np.uint32(tokenizer.eot), documents[0].ids))
+            for document in documents[1:]:
+                writer.append(document.ids)
         manifest = {
             "name": name,
             "source": source,
             **made,
             "tokens": writer.tokens - 1,
             "documents": writer.documents,
-            "bytes": sum(tokenizer.text_bytes(ids) for ids in documents),
+            "bytes": sum(document.text_bytes for document in documents),
             "sha256": writer.sha256,
         }
         with open(temporary / "manifest.json", "w", encoding="utf-8") as file:
@@ -195,14 +196,24 @@ def require_same_set(one: dict, other: dict) -> None:
         )
 
 
-def _documents(texts: Iterator[str], cfg: EvalSetConfig, tokenizer) -> Iterator[np.ndarray]:
+def _all_documents(source: Source, cfg: EvalSetConfig, tokenizer, cache_dir: Path) -> list[Encoded]:
+    scratch = next(path for path in (cache_dir, *cache_dir.absolute().parents) if path.is_dir())
+    try:
+        return list(_documents(source.read(), cfg, tokenizer, scratch))
+    except UnreadableText as error:
+        raise UsageError(f"{source.find(error.text)}: {error}") from error
+
+
+def _documents(
+    texts: Iterator[str], cfg: EvalSetConfig, tokenizer, scratch: Path
+) -> Iterator[Encoded]:
     """Ids of the set's documents, each ending in end-of-text, `cfg.tokens` in all."""
     if cfg.tail:
         texts = _last(texts, cfg.tokens * _TAIL_CHARS_A_TOKEN)
-    texts, _ = choose(texts, order_seed=cfg.order_seed)
+    texts, _ = choose(texts, order_seed=cfg.order_seed, scratch=scratch)
     if cfg.heldout_fraction is not None:
         texts = (text for part, text in hold_out(texts, cfg.heldout_fraction) if part)
-    encoded = (np.append(tokenizer.encode_batch([text])[0], tokenizer.eot) for text in texts)
+    encoded = (tokenizer.encode_documents([text])[0] for text in texts)
     if not cfg.tail:
         yield from _first_tokens(encoded, cfg.tokens)
         return
@@ -217,7 +228,7 @@ def _documents(texts: Iterator[str], cfg: EvalSetConfig, tokenizer) -> Iterator[
     yield from kept
 
 
-def _first_tokens(encoded: Iterator[np.ndarray], tokens: int) -> Iterator[np.ndarray]:
+def _first_tokens(encoded: Iterator[Encoded], tokens: int) -> Iterator[Encoded]:
     for ids in encoded:
         yield ids[:tokens]
         tokens -= len(ids)

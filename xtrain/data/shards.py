@@ -94,7 +94,9 @@ class ShardWriter:
 
     def append(self, ids: np.ndarray) -> None:
         """Add one document of integer `ids` (n,), n > 0, each inside the vocabulary."""
-        assert len(ids) > 0 and ids.min() >= 0 and ids.max() < self.vocab_size, self.path
+        unsigned = ids.dtype.kind == "u"
+        assert len(ids) > 0 and (unsigned or ids.min() >= 0), self.path
+        assert ids.max() < self.vocab_size, self.path
         self._write(np.ascontiguousarray(ids, self._dtype).data)
         self.tokens += len(ids)
         self._offsets.append(self.tokens)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -41,12 +42,21 @@ class Source:
 
     content: sha256 in hex of the files (local) or of repository, revision and shards (hub; a
     branch name such as `main` is taken at its word, so pin a commit to be sure of the text).
-    read: a fresh iterator over the documents.
+    read: a fresh iterator over the documents. files: the local ones that it reads, in order.
     """
 
     label: str
     content: str
     read: Callable[[], Iterator[str]]
+    files: tuple[tuple[Path, Callable[[], Iterator[str]]], ...] = ()
+
+    def find(self, text: str) -> str:
+        """Say where a text that was read stands, `FILE, document 7`; reads the source again."""
+        for path, read in self.files or ((self.label, self.read),):
+            for number, found in enumerate(read(), 1):
+                if found.startswith(text):  # the first document of a slice may be cut
+                    return f"{path}, document {number}"
+        return self.label
 
 
 def open_source(
@@ -123,6 +133,7 @@ def _local(label: str, files: list[Path], text_key: str) -> Source:
         label=label,
         content=digest.hexdigest(),
         read=lambda: chain.from_iterable(_read(file, text_key) for file in files),
+        files=tuple((file, partial(_read, file, text_key)) for file in files),
     )
 
 
@@ -166,17 +177,16 @@ def _decode(raw: bytes, where: str) -> str:
 def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
-            if not line.strip():
+            if line.isspace() or not line:
                 continue
+            where = f"{path}:{number}"
+            decoded = _decode(line, where)
             try:
-                row = json.loads(_decode(line, where))
-            except UsageError:
-                raise
+                row = json.loads(decoded)
             except (ValueError, RecursionError) as error:
-                raise UsageError(f"{where}: not a line of JSON: {error}") from error
+                raise UsageError(f"{where}: not a line of JSON: {_one_line(error)}") from error
             yield _field(row, text_key, where)
 
 
@@ -189,8 +199,12 @@ def _field(row: object, text_key: str, where: str) -> str:
     text = row[text_key]
     if not isinstance(text, str):
         raise UsageError(f"{where}: {text_key!r} is {type(text).__name__}, not a string")
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise UsageError(f"{where}: {text_key!r} holds half of a surrogate pair (\\ud800-\\udfff)")
+    try:
+        text.encode()  # the fastest way to ask whether it can be
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{where}: {text_key!r} holds half of a surrogate pair (\\ud800-\\udfff)"
+        ) from None
     return text
 
 

@@ -13,31 +13,42 @@ is reached within the files of both.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
+from pathlib import Path
 
 import numpy as np
 
+from xtrain.data.order import by_hash
+
 
 def choose(
-    documents: Iterable[str], *, order_seed: int | None = None, max_bytes: int | None = None
+    documents: Iterable[str],
+    *,
+    order_seed: int | None = None,
+    max_bytes: int | None = None,
+    scratch: Path | None = None,
 ) -> tuple[Iterator[str], int | None]:
     """Return the non-empty documents in hashed order, whole ones up to `max_bytes` of UTF-8.
 
-    order_seed None leaves them in their order and streams them. Of a first document larger than
-    max_bytes its head is taken. Also returns the bytes of text to come: exact with an order_seed,
-    otherwise at most (None: unknown).
+    order_seed None leaves them in their order and streams them; otherwise all are read at once, in
+    bounded memory with the rest in files in `scratch` (see `order`). Of a first document larger
+    than max_bytes its head is taken. Also returns how many bytes of text come at most (None:
+    unknown).
     """
     texts = (text for text in documents if text)
-    if order_seed is None:
-        return _slice(texts, max_bytes), max_bytes
-    key = order_seed.to_bytes(8, "little")
-    ordered = sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), key=key).digest())
-    chosen = list(_slice(ordered, max_bytes))
-    return iter(chosen), sum(len(text.encode()) for text in chosen)
+    total = max_bytes
+    if order_seed is not None:
+        texts, found = by_hash(texts, order_seed, scratch)
+        total = found if max_bytes is None else min(found, max_bytes)
+    return texts if max_bytes is None else _slice(texts, max_bytes), total
+
+
+def utf8_bytes(text: str) -> int:
+    """Return how many bytes `text` is in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def hold_out(
@@ -68,11 +79,11 @@ def leave_out_tail(encoded: Iterable[np.ndarray], tokens: int) -> Iterator[np.nd
             yield kept.popleft()
 
 
-def _slice(texts: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+def _slice(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
     used = 0
     for text in texts:
-        size = len(text.encode())
-        if max_bytes is not None and used + size > max_bytes:
+        size = utf8_bytes(text)
+        if used + size > max_bytes:
             if used == 0:
                 yield text.encode()[:max_bytes].decode("utf-8", errors="ignore")
             return

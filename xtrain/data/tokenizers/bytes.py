@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xtrain.data.tokenizers.encoded import Encoded
 from xtrain.data.tokenizers.gpt2 import END_OF_TEXT
 from xtrain.data.tokenizers.hf_files import added_token, byte_letters, write_files
 
@@ -49,9 +50,10 @@ class ByteTokenizer:
             parts.append(shown.get(i) or bytes([i]))
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def text_bytes(self, ids: np.ndarray) -> int:
-        """Return how many UTF-8 bytes of text `ids` stand for; a special id is none."""
-        return int((np.asarray(ids) < 256).sum())
+    def encode_documents(self, texts: Sequence[str], *, workers: int = 0) -> list[Encoded]:
+        """Return each text with the end-of-text id behind it, which stands for no byte."""
+        ended = [np.append(ids, np.uint32(self.eot)) for ids in self.encode_batch(texts)]
+        return [Encoded(ids, (ids < 256).astype(np.uint8)) for ids in ended]
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token, None if there is none of that name."""

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
+from xtrain.data.tokenizers.encoded import Encoded, in_threads
 from xtrain.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -53,7 +52,7 @@ class Tokenizer:
         )
         facts = f"{_RANKS_SHA256}\n{_PATTERN}\n{END_OF_TEXT}={END_OF_TEXT_ID}"
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
-        self._token_bytes = np.zeros(VOCAB_SIZE, np.int64)
+        self._token_bytes = np.zeros(VOCAB_SIZE, np.uint8)  # the longest has 128
         for token, rank in ranks.items():
             self._token_bytes[rank] = len(token)
 
@@ -65,10 +64,14 @@ class Tokenizer:
         """Return one uint32 array of ids a text, encoded by `workers` threads (0: one a core)."""
         pieces = [list(_pieces(text)) for text in texts]
         flat = [piece for row in pieces for piece in row]
-        # Threads, not processes: tiktoken releases the interpreter lock while it encodes.
-        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-            encoded = iter(list(pool.map(self._encode, flat)))
+        encoded = iter(in_threads(self._encode, flat, workers))
         return [_join([next(encoded) for _ in row]) for row in pieces]
+
+    def encode_documents(self, texts: Sequence[str], *, workers: int = 0) -> list[Encoded]:
+        """Return each text with the end-of-text id behind it, which stands for no byte."""
+        end = np.array([END_OF_TEXT_ID], np.uint32)
+        ended = (np.append(ids, end) for ids in self.encode_batch(texts, workers=workers))
+        return [Encoded(ids, self._token_bytes.take(ids)) for ids in ended]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -80,10 +83,6 @@ class Tokenizer:
             if not 0 <= i < VOCAB_SIZE:
                 raise ValueError(f"token id {i} is outside the vocabulary of {VOCAB_SIZE}")
         return self._encoding.decode(ids, errors="replace")
-
-    def text_bytes(self, ids: np.ndarray) -> int:
-        """Return how many UTF-8 bytes of text `ids` stand for; an end-of-text id is none."""
-        return int(self._token_bytes[ids].sum())
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token, None if there is none of that name."""
