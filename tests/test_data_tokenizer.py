@@ -3,7 +3,6 @@
 import json
 import random
 
-import numpy as np
 import pytest
 
 from xtrain.data.tokenizers import gpt2 as tokenizer_module

@@ -69,7 +69,7 @@ def _put(sizes: list[list[BinaryIO]], size: int, run: BinaryIO, scratch: Path | 
 
 
 def _written(records: Iterable[Record], scratch: Path | None) -> BinaryIO:
-    run = tempfile.TemporaryFile(dir=scratch, buffering=READ_BYTES)
+    run = tempfile.TemporaryFile(dir=scratch, buffering=READ_BYTES)  # noqa: SIM115  _read closes it
     for key, raw in records:
         run.write(_RECORD.pack(key, len(raw)))
         run.write(raw)
