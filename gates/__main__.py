@@ -27,10 +27,11 @@ def main(arguments: list[str] | None = None, **places: object) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="xtrain-gate",
-        description="Measure gates, judge them by the bars in conf/, and record the verdicts.",
+        description="Measure gates, judge them by the bars in conf/, and record the verdicts. "
+        "`audit` compares ledger, MLflow and evidence; `make-key FILE` makes a key to sign with.",
         epilog="exit codes: 0 all PASS, 1 FAIL or ERROR, 2 usage, 3 NOT MEASURED or STALE",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="T13, v0, m1, M2a, or all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="T13, v0, m1, M2a, all, or audit")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="measure there")
     parser.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
     parser.add_argument("--out", default="outputs", type=Path, metavar="DIR", help="outputs root")

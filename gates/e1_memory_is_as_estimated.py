@@ -17,10 +17,10 @@ from unittest import mock
 from gates.instruments.peak import peak_bytes
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Explained, Gate, NotMeasured
-from gates.trained_run import composed
 from xtrain.assemble import estimate
 from xtrain.assemble.learner import Learner, build
-from xtrain.config.files import choices
+from xtrain.config.bars import official
+from xtrain.config.files import choices_of, package_conf_dir
 from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
 from xtrain.errors import UsageError
@@ -32,11 +32,11 @@ ONE = ("v1",)  # the smallest, on which a wrong estimate shows
 
 def runs(device: str) -> dict[str, float]:
     """How many runs v* of conf/run compose and have an estimate for a GPU."""
-    names = [name for name in choices("run") if name.startswith("v")]
+    names = [n for n in choices_of(package_conf_dir(), "run") if n.startswith("v")]
     refused = []
     for name in names:
         try:
-            estimate.training_memory_bytes(composed(name), "cuda")
+            estimate.training_memory_bytes(official(name), "cuda")
         except UsageError as error:
             refused.append(f"{name}: {error}")
     return {"runs_estimated": Explained(len(names) - len(refused), "; ".join(refused))}
@@ -44,7 +44,7 @@ def runs(device: str) -> dict[str, float]:
 
 def state(device: str) -> dict[str, float]:
     """Distance of v0's estimated weights, gradients and moments from the arrays that hold them."""
-    run = on(device, composed("v0"))
+    run = on(device, official("v0"))
     buffers = build(run, initialize=False).buffers
     arrays = (buffers.master, buffers.grad, buffers.moment1, buffers.moment2, buffers.copy)
     held = sum(array.nbytes for array in arrays if array is not None)
@@ -58,7 +58,7 @@ def peaks(device: str, names: tuple[str, ...] = MEASURED) -> dict[str, float | N
         return {"worst_estimate_rel": NotMeasured("needs a GPU")}
     here = devices.use(device)
     worst, said_of_worst, left_out = 0.0, "", []
-    for run in different_steps([on(device, composed(name)) for name in names]):
+    for run in different_steps([on(device, official(name)) for name in names]):
         said = estimate.training_memory_bytes(run, device).total
         here.restart_peak()
         free = here.xp.cuda.runtime.memGetInfo()[0]
@@ -103,14 +103,14 @@ def _stepped(run: RunConfig) -> tuple[Learner, TrainingStep]:
 
 
 def _a_run_does_not_compose():
-    sound = composed
+    sound = official
 
     def wrong(name: str) -> RunConfig:
         if name == "v3":
             raise UsageError("model=v3a: there is no such model")
         return sound(name)
 
-    return mock.patch(f"{__name__}.composed", wrong)
+    return mock.patch(f"{__name__}.official", wrong)
 
 
 def _forgotten(*parts: str):

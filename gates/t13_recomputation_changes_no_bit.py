@@ -20,8 +20,8 @@ from gates.instruments import tiny_run
 from gates.instruments.peak import differing_bits, peak_bytes
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Gate
-from gates.trained_run import composed
 from xtrain.assemble.learner import build
+from xtrain.config.bars import official
 from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng
@@ -95,7 +95,7 @@ def speed(device: str) -> dict[str, float]:
 def _deep(device: str, mode: str) -> RunConfig:
     """v8, or on a CPU a small model of as many blocks a word, where activations are most of it."""
     if device == "cuda":
-        return on(device, composed("v8"), remat=mode)
+        return on(device, official("v8"), remat=mode)
     shape = replace(tiny_run.MODEL, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
     return on(device, _sized(shape), remat=mode)
 
@@ -103,7 +103,7 @@ def _deep(device: str, mode: str) -> RunConfig:
 def _wide(device: str, mode: str) -> RunConfig:
     """v8, or on a CPU a small model whose head is half of the work, as in v1."""
     if device == "cuda":
-        return on(device, composed("v8"), remat=mode)
+        return on(device, official("v8"), remat=mode)
     shape = replace(tiny_run.MODEL, hidden_size=128, intermediate_size=512, vocab_size=16384)
     shape = replace(shape, num_hidden_layers=4, head_dim=32)
     return on(device, _sized(shape), remat=mode)
@@ -115,7 +115,7 @@ def _stepped(run: RunConfig, *, drawn: bool) -> TrainingStep:
 
 
 def _sized(model) -> RunConfig:
-    run = composed("v0")
+    run = official("v0")
     model = replace(model, max_position_embeddings=256)
     return replace(run, model=model, train=replace(run.train, batch_size=4, seq_len=128))
 

@@ -17,8 +17,8 @@ from gates.instruments import tiny_run
 from gates.instruments.peak import differing_bits, peak_bytes
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Gate
-from gates.trained_run import composed
 from xtrain.assemble.learner import build
+from xtrain.config.bars import official
 from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
 from xtrain.train.learner import Learner
@@ -116,7 +116,7 @@ def _step(device: str, batch: dict, micro_batches: int) -> tuple[np.ndarray, np.
 
 
 def _sized(device: str) -> RunConfig:
-    run = composed("v9" if device == "cuda" else "v0")
+    run = official("v9" if device == "cuda" else "v0")
     if device != "cuda":
         shape = replace(tiny_run.MODEL, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
         run = replace(

@@ -21,8 +21,8 @@ from unittest import mock
 import numpy as np
 
 from gates.judging.gate import Defect, Gate
-from gates.trained_run import composed
 from xtrain.assemble import learner as learning
+from xtrain.config.bars import official
 from xtrain.config.rules import resolve_features
 from xtrain.data import dataset, eval_set
 from xtrain.data.eval_set import EvalSet, EvalSetConfig, compare, open_eval_set, read_eval_set
@@ -36,7 +36,7 @@ HEADER_BYTES = 256  # of a token file, before what is hashed
 
 def batches(device: str) -> dict[str, float]:
     """How far the losses in batches of different sizes are apart, with a random model of v0."""
-    run = replace(composed("v0"), device=device)
+    run = replace(official("v0"), device=device)
     model = replace(run.model, initializer_range=0.2)  # so that the words' losses are far apart
     run = replace(run, model=model, features=resolve_features(run, device))
     learner = learning.build(run)
@@ -50,7 +50,7 @@ def batches(device: str) -> dict[str, float]:
 
 def one_file(device: str) -> dict[str, float]:
     """Of the set made twice: files whose sha256 is not the recipe's, and damaged ones accepted."""
-    cfg = composed("v0").eval
+    cfg = official("v0").eval
     unchecked = replace(cfg, sha256=None)  # the comparison is made here
     with _made(unchecked) as first, _made(unchecked) as second:
         found = [_payload_sha256(each.shard.path) for each in (first, second)]
@@ -61,7 +61,7 @@ def one_file(device: str) -> dict[str, float]:
 
 def unseen(device: str) -> dict[str, float]:
     """Documents of the set that begin like a document of what some slice trains on."""
-    run = composed("v0")
+    run = official("v0")
     with _made(run.eval) as chosen, tempfile.TemporaryDirectory() as folder:
         ours = _beginnings(chosen.shard, skip=1)
         seen = set()
@@ -76,7 +76,7 @@ def comparisons(device: str) -> dict[str, float]:
 
     The foreign sets have the same name: one of fewer tokens, one with one other token.
     """
-    cfg = composed("v0").eval
+    cfg = official("v0").eval
     shorter = replace(cfg, tokens=5_000, sha256=None)
     with _made(cfg) as whole, _made(cfg) as again, _made(shorter) as short:
         altered = hashlib.sha256(b"one other token").hexdigest()

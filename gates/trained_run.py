@@ -4,36 +4,54 @@ A run file `conf/run/NAME.yaml` needs no gate file of its own: `gate_of(NAME)` i
 bars stand in the run file. Parameter counts and differences from the parent are known before
 anything is trained; the rest needs a finished run. Nothing is taken from the training process's
 word: the last checkpoint is loaded (its hashes are checked), evaluated on the run's held-out set,
-and compared with what the same shards give a model that knows only word frequencies.
+and compared with what the same shards give a model that knows only word frequencies, and with the
+export that would be registered. What the bars take for granted (model, budget, sequences, origin,
+data) is compared with the run's file: see `differing_terms`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from gates.judging.gate import Defect, Explained, Gate, NotMeasured
-from xtrain.assemble.learner import build, eval_windows, measure
-from xtrain.config.compose import compose, load_run, load_saved, read_tree
-from xtrain.config.files import conf_dir
-from xtrain.config.identity import config_fingerprint, undeclared_differences
+from gates.judging.gate import Defect, Explained, Failed, Gate, Measured, NotMeasured
+from gates.judging.outlook import PROMOTING
+from gates.judging.undeclared import undeclared_axes
+from xtrain.assemble.learner import Learner, build, eval_windows, measure, measure_on_set
+from xtrain.config.bars import (
+    LOSS_ON_SET,
+    are_shards_of,
+    data_label,
+    gate_of_file,
+    known_data,
+    official,
+    run_gate,
+)
+from xtrain.config.compose import load_saved, read_tree
+from xtrain.config.files import file_of
+from xtrain.config.identity import changed_terms, config_fingerprint
 from xtrain.config.rules import AXES
-from xtrain.config.schema import RunConfig
-from xtrain.data.dataset import data_cache, prepare, unigram_entropy
+from xtrain.config.schema import GateConfig, RunConfig
+from xtrain.data.dataset import Prepared, data_cache, prepare, unigram_entropy
+from xtrain.data.eval_set import open_eval_set
 from xtrain.errors import UsageError
 from xtrain.models.counts import count_parameters
+from xtrain.models.hf_import import differing_tensors
+from xtrain.track.registry import export_digest
 from xtrain.track.run_dir import all_runs, read_metrics
 from xtrain.train import checkpoint
 
-PHASE = "pretrain"
 OF_TRAINING = (
     "val_loss",
     "unigram_nats",
     "margin_over_unigram_nats",
     "trained_tokens",
+    "heldout_tokens",
     "missing_steps",
     "not_finite_losses",
+    "changed_terms",
+    "export_differing_tensors",
 )
 # For the seeded defect: a key of each axis and another value of it.
 ELSEWHERE = {
@@ -44,12 +62,16 @@ ELSEWHERE = {
 }
 
 
-def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeasured]:
+def measure_run(
+    path: Path, device: str, out: Path, sets: Iterable[str] = ()
+) -> dict[str, float | NotMeasured]:
     """Values of a trained run by check name.
 
     val_loss (nats a token on the held-out set), unigram_nats, margin_over_unigram_nats,
-    trained_tokens (of the last checkpoint), missing_steps (records that metrics.jsonl lacks
-    or has twice), not_finite_losses; and those of `measure_config`.
+    trained_tokens (of the last checkpoint), heldout_tokens (that the loss is a mean of),
+    missing_steps (records that metrics.jsonl lacks or has twice), not_finite_losses, changed_terms
+    (see `differing_terms`), export_differing_tensors; for each of `sets`, names of evaluation sets,
+    NAME_loss; and those of `measure_config`.
     """
     run = replace(load_saved(path / "config.yaml"), device=device)
     found, _ = checkpoint.latest(path / "checkpoints")
@@ -58,23 +80,41 @@ def measure_run(path: Path, device: str, out: Path) -> dict[str, float | NotMeas
     prepared = prepare(run.data, cache_dir=data_cache(out))
     learner = build(run, initialize=False)  # the checkpoint has every weight
     checkpoint.restore(found, learner.buffers, learner.optimizer, learner.device)
-    loss = measure(run, learner, eval_windows(run, prepared)).loss
+    held_out = eval_windows(run, prepared)
+    loss = measure(run, learner, held_out).loss
     unigram = unigram_entropy(prepared)
-    records = read_metrics(path / "metrics.jsonl", "train")
-    every, last = run.train.log_every_steps, run.train.total_steps
-    wanted = sorted({*range(every, last + 1, every), last})
-    logged = {record["step"] for record in records}
-    evaluated = [record["step"] for record in read_metrics(path / "metrics.jsonl", "eval")]
-    doubled = len(records) - len(logged) + len(evaluated) - len(set(evaluated))
+    missing, not_finite = _records(path, run)
+    differing = differing_terms(run, found.manifest, prepared)
     values = (
         loss,
         unigram,
         unigram - loss,
         found.manifest["tokens"],
-        len(logged.symmetric_difference(wanted)) + doubled,
-        sum(not math.isfinite(record["loss"]) for record in records),
+        held_out.tokens,
+        missing,
+        not_finite,
+        Explained(len(differing), ", ".join(differing)),
+        _export_differences(run, learner, path / "export"),
     )
-    return dict(zip(OF_TRAINING, values, strict=True)) | measure_config(run)
+    on_sets = {f"{name}{LOSS_ON_SET}": _loss_on(name, run, learner, out) for name in sets}
+    return dict(zip(OF_TRAINING, values, strict=True)) | on_sets | measure_config(run)
+
+
+def differing_terms(run: RunConfig, facts: Mapping, prepared: Prepared) -> list[str]:
+    """What of a trained run is not as the bars of its file take it for granted, a word each.
+
+    Keys in which its config differs from the run's file; a checkpoint that was trained with another
+    config or on other data than the run directory says; shards that have the fingerprint of known
+    data and are others. A run without a file here brings its own terms.
+    """
+    stated = official(run.name) if file_of("run", run.name) else run
+    differing = changed_terms(run, stated)
+    recorded = {"config": config_fingerprint(run), "data": prepared.fingerprint}
+    differing += [f"the checkpoint's {k}" for k in recorded if facts.get(k) != recorded[k]]
+    known = known_data(run_gate(run), run.data.source, prepared.fingerprint)
+    if known and not are_shards_of(known, prepared.train.sha256, prepared.heldout.sha256):
+        differing.append(f"the shards of {known.name}")
+    return differing
 
 
 def measure_config(run: RunConfig) -> dict[str, float | NotMeasured]:
@@ -91,50 +131,38 @@ def measure_config(run: RunConfig) -> dict[str, float | NotMeasured]:
     }
 
 
-def undeclared_axes(run: RunConfig) -> float | NotMeasured:
-    """How many axes differ from the parent's undeclared; NotMeasured when there is no such file."""
-    if run.parent is None:
-        return 0.0
-    try:
-        found = undeclared_differences(run, composed(run.parent))
-    except UsageError as error:
-        return NotMeasured(f"parent={run.parent}: {error}")
-    keys = (f"{axis} ({', '.join(keys)})" for axis, keys in found.items())
-    return Explained(len(found), f"differs from {run.parent} in {', '.join(keys)}")
-
-
-def composed(name: str) -> RunConfig:
-    """The run as its file has it. Raises UsageError for an unknown name."""
-    return load_run(compose([f"run={name}"]))
-
-
 def fingerprints(path: Path) -> dict[str, str]:
-    """What a verdict on a trained run is bound to: its config, data and checkpoint."""
+    """What a verdict on a trained run is bound to: its config, data, checkpoint and export."""
     found, _ = checkpoint.latest(path / "checkpoints")
     return {
         "config": config_fingerprint(load_saved(path / "config.yaml")),
         "data": found.manifest["data"] if found else "",
         "checkpoint": found.sha256 if found else "",
+        "export": export_digest(path),
     }
 
 
 def latest_run(name: str, out: Path) -> Path | None:
     """The newest finished pretraining of a run, or None."""
-    finished = [r for r in all_runs(out, name, PHASE) if r.manifest["status"] == "FINISHED"]
+    finished = [r for r in all_runs(out, name, PROMOTING) if r.manifest["status"] == "FINISHED"]
     return finished[-1].path if finished else None
 
 
 def gate_of(name: str) -> Gate:
     """The gate of a run: of its newest finished training, or of its file as far as that goes."""
 
+    stated = gate_of_file(name)
+
     def of_config(device: str) -> Mapping[str, float | NotMeasured]:
-        return measure_config(composed(name))
+        return measure_config(official(name))
 
     def of_latest(device: str, out: Path) -> Mapping[str, float | NotMeasured]:
         path = latest_run(name, out)
+        sets = sets_of(stated)
         if path is None:
-            return dict.fromkeys(OF_TRAINING, NotMeasured(f"no finished run: xtrain run={name}"))
-        return measure_run(path, device, out)
+            missing = NotMeasured(f"no finished run: xtrain run={name}")
+            return dict.fromkeys([*OF_TRAINING, *(f"{s}{LOSS_ON_SET}" for s in sets)], missing)
+        return measure_run(path, device, out, sets)
 
     def artifact(device: str, out: Path) -> Mapping[str, str]:
         path = latest_run(name, out)
@@ -142,25 +170,71 @@ def gate_of(name: str) -> Gate:
 
     def trained_on(device: str, out: Path) -> str | None:
         path = latest_run(name, out)
-        return None if path is None else load_saved(path / "config.yaml").data.name
+        return None if path is None else label_of(path, stated)
 
-    stated = read_tree(conf_dir() / "run" / f"{name}.yaml")
-    related = [name, stated["parent"]] if stated.get("parent") else [name]
+    parent = read_tree(file_of("run", name)).get("parent")
+    related = [name, parent] if parent else [name]
     return Gate(
         name,
-        stated.get("gate", {}).get("title", ""),
+        stated.title,
         measures=(of_config,),
         run_measures=(of_latest,),
-        defects=_defects(name, stated, of_config),
+        defects=_defects(name, of_config),
         composes=tuple(f"run/{each}" for each in related),
         artifact=artifact,
         trained_on=trained_on,
     )
 
 
-def _defects(name: str, stated: Mapping, of_config) -> tuple[Defect, ...]:
+def label_of(path: Path, gate: GateConfig) -> str:
+    """What `gate.data` calls what a run was trained on, by its config and last checkpoint."""
+    source = load_saved(path / "config.yaml").data.source
+    return data_label(gate, source, fingerprints(path)["data"])
+
+
+def sets_of(gate: GateConfig) -> list[str]:
+    """The named evaluation sets that the checks of a gate are of."""
+    return list(dict.fromkeys(check.set for check in gate.checks if check.set))
+
+
+def _records(path: Path, run: RunConfig) -> tuple[int, int]:
+    """How many records metrics.jsonl lacks or has twice, and how many losses are not finite."""
+    records = read_metrics(path / "metrics.jsonl", "train")
+    every, last = run.train.log_every_steps, run.train.total_steps
+    wanted = sorted({*range(every, last + 1, every), last})
+    logged = {record["step"] for record in records}
+    evaluated = [record["step"] for record in read_metrics(path / "metrics.jsonl", "eval")]
+    doubled = len(records) - len(logged) + len(evaluated) - len(set(evaluated))
+    missing = len(logged.symmetric_difference(wanted)) + doubled
+    return missing, sum(not math.isfinite(record["loss"]) for record in records)
+
+
+def _export_differences(run: RunConfig, learner: Learner, export: Path) -> Measured:
+    """Tensors of the export that are not the checkpoint's, bit for bit."""
+    if not run.features.qk_norm:
+        return NotMeasured("without features.qk_norm there is no such architecture to export")
+    try:
+        differing = differing_tensors(learner.buffers, export)
+    except UsageError as error:
+        return Failed(str(error))
+    return Explained(len(differing), ", ".join(differing[:3]))
+
+
+def _loss_on(name: str, run: RunConfig, learner: Learner, out: Path) -> Measured:
+    """The loss on a named set, made as the package's conf/eval says."""
+    chosen = official(run.name, f"eval={name}").eval
+    try:
+        found = open_eval_set(chosen, cache_dir=data_cache(out) / "eval")
+    except UsageError as error:
+        return NotMeasured(str(error))
+    return measure_on_set(run, learner, found)["loss"]
+
+
+def _defects(name: str, of_config) -> tuple[Defect, ...]:
+    stated = read_tree(file_of("run", name))
+
     def one_layer_more():
-        layers = composed(name).model.num_hidden_layers + 1
+        layers = official(name).model.num_hidden_layers + 1
         return _changed(name, {"model": {"num_hidden_layers": layers}})
 
     def another_axis():
@@ -176,12 +250,12 @@ def _defects(name: str, stated: Mapping, of_config) -> tuple[Defect, ...]:
 
 def _changed(name: str, parts: Mapping[str, Mapping]):
     """A patch under which the file of a run has other values; those of other runs stay."""
-    sound = composed
+    sound = official
 
-    def altered(wanted: str) -> RunConfig:
-        run = sound(wanted)
+    def altered(wanted: str, *overrides: str) -> RunConfig:
+        run = sound(wanted, *overrides)
         if wanted != name:
             return run
         return replace(run, **{k: replace(getattr(run, k), **v) for k, v in parts.items()})
 
-    return mock.patch(f"{__name__}.composed", altered)
+    return mock.patch(f"{__name__}.official", altered)

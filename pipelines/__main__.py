@@ -41,18 +41,10 @@ def _main(argv: list[str]) -> int:
 
 
 def _execute(run, typed: list[str]) -> int:
-    from xtrain.assemble.estimate import describe
-    from xtrain.config.rules import check_features
-
     if run.dry_run:
-        if run.init_from is not None:
-            from xtrain.assemble.origin import start_from
+        from pipelines.ahead import look_ahead
 
-            run, _ = start_from(run, typed)
-        if run.device != "auto":
-            check_features(run, run.device)
-        print(describe(run))
-        return 0
+        return look_ahead(run, typed)
     from pipelines.run import execute
 
     return execute(run, typed)

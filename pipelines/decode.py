@@ -8,6 +8,8 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from gates.judging.ledger import Ledger
+from gates.judging.promote import granted_by
 from xtrain.assemble.learner import Learner, build
 from xtrain.assemble.origin import Origin, adopt, find_origin, load_origin
 from xtrain.config.schema import RunConfig
@@ -65,7 +67,7 @@ def trained_model(run: RunConfig) -> Origin:
     uri = f"models:/xtrain-{run.name}@promoted"
     advice = f"make one with `xtrain run={run.name}`, or name another with init_from=PATH"
     check_store(store_uri())
-    register_owed(run.out)
+    register_owed(run.out, granted_by(Ledger.of(run.out)))
     database = sqlite_path(store_uri())
     if database is not None and not database.exists():
         # Asking MLflow would make the database, and a usage error writes nothing.

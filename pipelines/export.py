@@ -4,15 +4,12 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from xtrain.data.tokenizers.hf_files import write_hf_tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
-from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
-from xtrain.models.hf import export, named_tensors
-from xtrain.models.hf_import import load_hf, read_config
+from xtrain.models.hf import export
+from xtrain.models.hf_import import differing_tensors, read_config
 from xtrain.models.qwen3 import Qwen3
 
 TOKENIZER_FILES = (
@@ -54,21 +51,3 @@ def copy_tokenizer(origin: Path, directory: Path) -> None:
     for name in TOKENIZER_FILES:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, directory / name)
-
-
-def differing_tensors(buffers: FlatBuffers, directory: Path) -> list[str]:
-    """Names of the tensors whose bits in a Hugging Face directory are not those of the model."""
-    host = device.current().host
-    on_cpu = device.Device()
-    again = Qwen3(read_config(directory))
-    read = FlatBuffers(again.named_parameters(), on_cpu)
-    load_hf(directory, read, on_cpu)
-    ours = named_tensors(buffers, buffers.master)
-    theirs = named_tensors(read, read.master)
-    return sorted(
-        name
-        for name in ours.keys() | theirs.keys()
-        if name not in ours
-        or name not in theirs
-        or np.asarray(host(ours[name])).tobytes() != theirs[name].tobytes()
-    )

@@ -11,8 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gates.judging.audit import refuse_foreign
 from gates.judging.ledger import Ledger
+from gates.judging.promote import granted_by
 from pipelines import pretrain, verdict
+from pipelines.ahead import said_of_promotion
 from pipelines.prepare import prepare_data
 from pipelines.signals import watch_signals
 from xtrain.assemble.estimate import describe, what_would_fit
@@ -55,21 +58,21 @@ def execute(run: RunConfig, typed: Sequence[str]) -> int:
 
 def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
     """Everything that ends in a verdict; the run is resolved."""
-    run, origin = start_from(run, typed)
-    say(describe(run))
-    if run.dry_run:
-        return 0
-    check_vocabulary(run)
     root = Path(run.out)
     check_store(store_uri())
-    broken = Ledger(Path(run.out) / "ledger.jsonl").verify()
+    ledger = Ledger.of(root)
+    broken = ledger.verify()
     if broken:
         raise UsageError(f"{broken}; move the file away, for none of its verdicts counts any more")
+    refuse_foreign(run.init_from, ledger)
+    run, origin = start_from(run, typed)
+    say("\n".join([describe(run), *said_of_promotion(run)]))
+    check_vocabulary(run)
     _choose(run, typed)  # what differs is refused before the text is prepared
     for path in reap_stale(root, say):
         say(f"{path} had no process any more: marked KILLED")
     catch_up(root, say)
-    register_owed(root, say)
+    register_owed(root, granted_by(ledger), say)
     prepared = prepare_data(run.data, data_cache(root))
     training_windows(run, prepared)  # raises when the text is too short for one sequence
     held_out = eval_windows(run, prepared)

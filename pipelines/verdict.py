@@ -8,15 +8,20 @@ from gates.judging.fingerprint import code_fingerprint
 from gates.judging.judge import PASS, judge, verdict_on
 from gates.judging.ledger import Ledger, check_record, verdict_entry
 from gates.judging.measure import Bench, Standing, settle
+from gates.judging.outlook import PROMOTING, missing_gates, no_bar_on_loss
 from gates.judging.promote import promote_or_refuse
 from gates.judging.table import CHECK_COLUMNS, check_rows, print_table
-from gates.trained_run import PHASE as PROMOTING
-from gates.trained_run import fingerprints, measure_run
+from gates.trained_run import fingerprints, label_of, measure_run, sets_of
 from pipelines.export import export_model
 from pipelines.pretrain import sample
 from pipelines.report.plots import plot_run
 from xtrain.assemble.learner import Learner
-from xtrain.config.compose import gate_checks, run_gate
+from xtrain.config.bars import (
+    gate_checks,
+    run_gate,
+    whose_bars,
+    without_checks_of_other_data,
+)
 from xtrain.config.schema import RunConfig
 from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror
@@ -37,7 +42,7 @@ def conclude(run: RunConfig, learner: Learner, out: RunDir, mirror: Mirror, say:
     mirror.artifact(plot_run(out), "plots")
     mirror.artifact(out.path / "samples.txt")
     mirror.artifact(out.path / "config.yaml")
-    ledger = Ledger(Path(run.out) / "ledger.jsonl")
+    ledger = Ledger.of(run.out)
     bench = Bench(run.device, Path(run.out), ledger, gate_checks)
     if run.phase.name != PROMOTING:
         return _judge_phase(run, bench, say)
@@ -57,28 +62,34 @@ def _judge_phase(run: RunConfig, bench: Bench, say: Say) -> int:
 def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: Say) -> int:
     files = find_gates()
     gate = run_gate(run)
+    label = label_of(out.path, gate)
     say(f"measuring run {run.name} again from its checkpoint")
-    measured = measure_run(out.path, run.device, bench.out)
-    results = judge(gate.checks, measured, run.device)
+    applying = without_checks_of_other_data(gate, label)
+    measured = measure_run(out.path, run.device, bench.out, sets_of(applying))
+    results = judge(applying.checks, measured, run.device)
     facts = fingerprints(out.path)
     if run.name in files:
         file = files[run.name]
         facts["code"] = code_fingerprint(file.path, file.load().composes, device=run.device)
-    bench.ledger.append(
-        verdict_entry(
-            run.name,
-            results,
-            device=run.device,
-            fingerprint=facts,
-            facts=device_facts(run.device),
-        )
+    bars = whose_bars(run)
+    entry = verdict_entry(
+        run.name,
+        results,
+        device=run.device,
+        fingerprint=facts,
+        facts=device_facts(run.device),
     )
+    bench.ledger.append({**entry, "bars": bars})
     out.write_json("gates.json", [check_record(result) for result in results])
     mirror.artifact(out.path / "gates.json")
-    requires = settle(choose_gates(gate.requires, files), bench, say)
+    beside = [*no_bar_on_loss(run, gate, label), *missing_gates(gate)]
+    # What is refused already needs no gates of phases measured.
+    wanted = [] if beside else gate.requires
+    requires = settle(choose_gates(wanted, files), bench, say)
     print_table(CHECK_COLUMNS, check_rows(results, run.name))
     print()
     _show(requires, tables=False)
+    print(f"bars {bars}")
     if not run.promote:
         verdict = verdict_on(run.device, results)
         print(f"{run.name} {verdict}, not promoted (promote=false)")
@@ -90,6 +101,8 @@ def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: S
         device=run.device,
         ledger=bench.ledger,
         fingerprints=facts,
+        bars=bars,
+        beside=beside,
         mirror=mirror,
     )
     for note in promotion.notes:

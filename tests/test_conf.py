@@ -5,15 +5,19 @@ import re
 
 import pytest
 
+from xtrain.config.bars import (
+    data_label,
+    for_data,
+    gate_checks,
+    run_gate,
+)
 from xtrain.config.compose import (
     compose,
     compose_with,
-    gate_checks,
     hydra_app,
     load_run,
     load_saved,
     resolved_yaml,
-    run_gate,
 )
 from xtrain.config.files import choices, conf_dir
 from xtrain.config.identity import (
@@ -24,6 +28,7 @@ from xtrain.config.identity import (
     flatten,
 )
 from xtrain.config.rules import check_features, resolve_features
+from xtrain.data.dataset import data_fingerprint
 from xtrain.errors import UsageError
 from xtrain.models.counts import count_parameters
 
@@ -208,8 +213,12 @@ def test_features_left_open_become_the_best_of_the_device(load):
 
 
 def test_the_checks_of_other_data_are_left_out(load):
-    on_sotu = {check.name for check in run_gate(load()).checks}
-    on_stories = {check.name for check in run_gate(load("data=tinystories")).checks}
+    def names(run) -> set[str]:
+        gate = run_gate(run)
+        label = data_label(gate, run.data.source, data_fingerprint(run.data))
+        return {check.name for check in for_data(gate.checks, label)}
+
+    on_sotu, on_stories = names(load()), names(load("data=tinystories"))
     assert on_stories - on_sotu == {"val_loss"}
     assert "margin_over_unigram_nats" in on_sotu
 

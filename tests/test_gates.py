@@ -10,7 +10,7 @@ import pytest
 from gates.judging.find import find_gates
 from gates.judging.gate import NotMeasured
 from gates.judging.judge import FAIL, PASS, judge
-from xtrain.config.compose import gate_checks
+from xtrain.config.bars import gate_checks
 
 FILES = {name: file for name, file in find_gates().items() if not file.is_of_run}
 GATES = {name: file.load() for name, file in FILES.items()}

@@ -6,7 +6,7 @@ from gates import e1_memory_is_as_estimated as e1
 from gates.instruments import real_step
 from gates.judging.find import find_gates
 from gates.judging.gate import NotMeasured
-from xtrain.config.compose import gate_checks
+from xtrain.config.bars import gate_checks
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +33,13 @@ def test_without_a_gpu_no_peak_is_claimed():
 
 
 def test_runs_that_take_the_same_step_are_measured_once():
-    chosen = e1.different_steps([real_step.on("cuda", e1.composed(name)) for name in e1.MEASURED])
+    chosen = e1.different_steps([real_step.on("cuda", e1.official(name)) for name in e1.MEASURED])
     left_out = set(e1.MEASURED) - {run.name for run in chosen}
     assert left_out == {"v6", "v7", "v10"}
 
 
 def test_three_steps_take_the_micro_batches_of_the_run():
-    run = real_step.on("cpu", e1.composed("v0"))
+    run = real_step.on("cpu", e1.official("v0"))
     train = e1.replace(run.train, batch_size=2, seq_len=8, accumulation=2)
     run = e1.replace(run, train=train)
     learner = e1.build(run)

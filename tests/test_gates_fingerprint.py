@@ -119,16 +119,28 @@ def test_composed_configs_are_part_of_it(project, tmp_path, monkeypatch):
     conf = tmp_path / "conf"
     (conf / "model").mkdir(parents=True)
     (conf / "config.yaml").write_text("")
-    (conf / "model" / "v0.yaml").write_text("hidden_size: 32\n")
+    (conf / "model" / "own.yaml").write_text("hidden_size: 32\n")
     monkeypatch.setenv("XTRAIN_CONF", str(conf))
     gate = project / "gates" / "t1_line.py"
 
-    before = code_fingerprint(gate, ("model/v0",), roots(project), device="cpu")
-    (conf / "model" / "v0.yaml").write_text("hidden_size: 64\n")
+    before = code_fingerprint(gate, ("model/own",), roots(project), device="cpu")
+    (conf / "model" / "own.yaml").write_text("hidden_size: 64\n")
 
-    assert code_fingerprint(gate, ("model/v0.yaml",), roots(project), device="cpu") != before
+    assert code_fingerprint(gate, ("model/own.yaml",), roots(project), device="cpu") != before
     with pytest.raises(UsageError, match="model/v99"):
         code_fingerprint(gate, ("model/v99",), roots(project), device="cpu")
+
+
+def test_a_config_of_the_package_is_the_package_s_whatever_directory_is_named(
+    project, tmp_path, monkeypatch
+):
+    gate = project / "gates" / "t1_line.py"
+    before = code_fingerprint(gate, ("model/v0",), roots(project), device="cpu")
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "config.yaml").write_text("")
+    (tmp_path / "conf" / "model" / "v0.yaml").write_text("hidden_size: 8\n")
+    monkeypatch.setenv("XTRAIN_CONF", str(tmp_path / "conf"))
+    assert code_fingerprint(gate, ("model/v0",), roots(project), device="cpu") == before
 
 
 def test_every_gate_of_the_project_has_a_fingerprint_of_project_files_only():

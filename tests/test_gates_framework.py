@@ -165,6 +165,17 @@ def test_a_malformed_check_is_refused_by_name(fields, named):
         Check(**{"name": "x", "op": "<=", "bar": 1.0, **fields})
 
 
+def test_a_number_without_a_bar_is_reported_and_counts_neither_way():
+    reported = Check("ratio", "reported")
+    found = judged(1.3, reported)
+    assert (found.verdict, found.value) == ("REPORTED", 1.3)
+    assert verdict_of([found]) == "NOT MEASURED"
+    assert verdict_of([found, judged(2.0)]) == "PASS"
+    assert judged(math.nan, reported).verdict == judge([reported], {}, "cpu")[0].verdict == "FAIL"
+    with pytest.raises(UsageError, match="has no bar"):
+        Check("ratio", "reported", 1.0)
+
+
 # finding
 
 

@@ -5,8 +5,10 @@ import pytest
 from gates.judging.find import find_gates
 from gates.judging.gate import Explained
 from gates.judging.judge import FAIL, NOT_MEASURED, PASS, judge
-from gates.trained_run import composed, gate_of, undeclared_axes
-from xtrain.config.compose import compose, gate_checks, load_run
+from gates.judging.undeclared import undeclared_axes
+from gates.trained_run import gate_of
+from xtrain.config.bars import gate_checks, official
+from xtrain.config.compose import compose, load_run
 from xtrain.config.files import choices
 
 
@@ -52,7 +54,7 @@ def test_a_device_that_cannot_do_what_the_parent_does_is_a_difference():
 
 
 def test_a_run_without_a_parent_differs_from_nothing():
-    assert undeclared_axes(composed("v0")) == 0
+    assert undeclared_axes(official("v0")) == 0
 
 
 def test_a_parent_without_a_file_is_not_measured():

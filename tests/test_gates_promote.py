@@ -9,12 +9,12 @@ import pytest
 from gates.judging.judge import judge
 from gates.judging.ledger import Ledger
 from gates.judging.measure import Standing
-from gates.judging.promote import promote_or_refuse
+from gates.judging.promote import granted_by, promote_or_refuse
 from xtrain.config.check import Check
 from xtrain.errors import UsageError
 from xtrain.track.mirror import Mirror, catch_up
 from xtrain.track.mlflow_store import open_store
-from xtrain.track.registry import model_directory, register_owed
+from xtrain.track.registry import export_digest, model_directory, register_owed
 from xtrain.track.run_dir import open_run
 from xtrain.track.store_address import store_uri
 
@@ -44,6 +44,23 @@ def decide(root, margin=0.6, requires=PASSED, run=None, mirror=None, wait_s=10.0
     )
 
 
+def pay_owed(root, say=None):
+    ledger = Ledger(root / "outputs" / "ledger.jsonl")
+    return register_owed(root / "outputs", granted_by(ledger), say)
+
+
+def owe(run):
+    """Ask for a registration, as a promotion does that MLflow cannot take, and as anybody could."""
+    owed = {"name": "xtrain-v0", "tags": {"xtrain.verdict": "PASS"}, "version": None}
+    run.write_json("registry.json", owed)
+
+
+def mirrored(run):
+    mirror = Mirror(run, interval_s=0.05).start()
+    run.set_status("FINISHED")
+    mirror.close("FINISHED")
+
+
 def last_entry(root):
     return Ledger(root / "outputs" / "ledger.jsonl").entries()[-1]
 
@@ -61,7 +78,11 @@ def test_a_run_that_passes_everything_is_promoted_in_the_ledger(tmp_path):
     assert decide(tmp_path).promoted
     entry = last_entry(tmp_path)
     assert (entry["kind"], entry["gate"], entry["verdict"]) == ("promotion", "v0", "PASS")
-    assert entry["fingerprint"] == PRINTS and entry["requires"] == {"T1": "PASS", "T6": "PASS"}
+    exported = export_digest(next((tmp_path / "outputs").glob("v0/t6/*")))
+    assert entry["fingerprint"] == {**PRINTS, "export": exported} and entry["requires"] == {
+        "T1": "PASS",
+        "T6": "PASS",
+    }
 
 
 @pytest.mark.parametrize("margin", [0.4, float("nan")])
@@ -160,23 +181,21 @@ def test_a_promotion_that_mlflow_cannot_take_stands_and_is_registered_later(here
     assert promotion.promoted and "registry is behind" in promotion.notes[0]
 
     catch_up(here / "outputs")
-    assert register_owed(here / "outputs") == [run.path]
+    assert pay_owed(here) == [run.path]
 
     version = open_store(store_uri()).get_model_version_by_alias("xtrain-v0", "promoted")
     assert version.tags["xtrain.id"] == run.id
-    assert register_owed(here / "outputs") == []
+    assert pay_owed(here) == []
 
 
 def test_a_late_registration_does_not_move_the_alias_back(here):
     older = make_run(here)
-    owed = {"name": "xtrain-v0", "tags": {"xtrain.verdict": "PASS"}, "version": None}
-    older.write_json("registry.json", owed)
-    mirror = Mirror(older, interval_s=0.05).start()
-    older.set_status("FINISHED")
-    mirror.close("FINISHED")
+    assert decide(here, run=older).promoted
+    owe(older)
+    mirrored(older)
     newer, _, _ = promote_in_mlflow(here)
 
-    assert register_owed(here / "outputs") == [older.path]
+    assert pay_owed(here) == [older.path]
 
     version = open_store(store_uri()).get_model_version_by_alias("xtrain-v0", "promoted")
     assert version.tags["xtrain.id"] == newer.id
@@ -187,16 +206,76 @@ def test_a_damaged_registry_file_is_said_and_passed_over(here, content):
     spoilt, _, _ = promote_in_mlflow(here)
     (spoilt.path / "registry.json").write_text(content)
     other = make_run(here)
-    owed = {"name": "xtrain-v0", "tags": {"xtrain.verdict": "PASS"}, "version": None}
-    other.write_json("registry.json", owed)
-    mirror = Mirror(other, interval_s=0.05).start()
-    other.set_status("FINISHED")
-    mirror.close("FINISHED")
+    decide(here, run=other)
+    owe(other)
+    mirrored(other)
     said = []
 
-    assert register_owed(here / "outputs", said.append) == [other.path]
+    assert pay_owed(here, said.append) == [other.path]
 
     assert len(said) == 1 and "registry.json is damaged" in said[0]
+
+
+def test_a_request_that_the_ledger_does_not_grant_is_not_registered(here):
+    refused, unknown, edited = make_run(here), make_run(here), make_run(here)
+    decide(here, 0.1, run=refused)
+    decide(here, run=edited)
+    (edited.path / "export" / "config.json").write_text("other weights")
+    for run in (refused, unknown, edited):
+        owe(run)
+        mirrored(run)
+    assert pay_owed(here) == []
+    assert open_store(store_uri()).search_registered_models() == []
+
+
+def test_a_run_that_was_refused_after_its_promotion_is_granted_nothing(here):
+    run = make_run(here)
+    decide(here, run=run)
+    decide(here, 0.1, run=run)
+    owe(run)
+    mirrored(run)
+    assert pay_owed(here) == []
+
+
+def test_a_broken_ledger_grants_nothing(here):
+    run = make_run(here)
+    decide(here, 0.1, run=run)
+    path = here / "outputs" / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"FAIL"', '"PASS"'))
+    owe(run)
+    mirrored(run)
+    assert pay_owed(here) == []
+
+
+def test_what_else_refuses_is_among_the_reasons_and_in_the_ledger(tmp_path):
+    promotion = promote_or_refuse(
+        make_run(tmp_path),
+        judge([LOSS], {"margin": 0.6}, "cpu"),
+        requires=PASSED,
+        device="cpu",
+        ledger=Ledger(tmp_path / "outputs" / "ledger.jsonl"),
+        fingerprints=PRINTS,
+        bars="of the package",
+        beside=["no bar on a loss"],
+    )
+    assert promotion.reasons == ("no bar on a loss",)
+    assert last_entry(tmp_path)["reasons"] == ["no bar on a loss"]
+    assert last_entry(tmp_path)["bars"] == "of the package"
+
+
+def test_what_is_only_reported_neither_refuses_nor_promotes(tmp_path):
+    ledger = Ledger(tmp_path / "outputs" / "ledger.jsonl")
+    reported = Check("speed", "reported")
+    for checks, promoted in (([LOSS, reported], True), ([reported], False)):
+        promotion = promote_or_refuse(
+            make_run(tmp_path),
+            judge(checks, {"margin": 0.6, "speed": 1.2}, "cpu"),
+            requires=PASSED,
+            device="cpu",
+            ledger=ledger,
+            fingerprints=PRINTS,
+        )
+        assert promotion.promoted is promoted
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from safetensors.numpy import load_file, save_file
 
 from gates.instruments.golden import compare
 from gates.instruments.golden.reference import MODELS
-from pipelines.export import differing_tensors, export_model
+from pipelines.export import export_model
 from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.hf import export, named_tensors
-from xtrain.models.hf_import import load_hf, read_config
+from xtrain.models.hf_import import differing_tensors, load_hf, read_config
 from xtrain.models.qwen3 import Qwen3
 
 GROUPED, TIED = (golden.config for golden in MODELS)

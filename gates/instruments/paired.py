@@ -13,7 +13,8 @@ from gates.judging.gate import NotMeasured
 from xtrain.assemble.learner import configure
 from xtrain.assemble.sized_step import SizedStep, Work, load_config
 from xtrain.assemble.timing import Contender, interleave, paired_ratio
-from xtrain.config.compose import compose, load_run
+from xtrain.config.bars import official
+from xtrain.config.files import package_conf_dir
 from xtrain.config.rules import resolve_features
 from xtrain.config.schema import Features, RunConfig
 from xtrain.engine.device import Device
@@ -31,7 +32,7 @@ class Way:
 
 def as_of(phase: str, run: str, device: str, *overrides: str) -> RunConfig:
     """A run with what a phase has switched on on a device, and nothing later."""
-    composed = load_run(compose([f"run={run}", f"phase={phase}", *overrides]))
+    composed = official(run, f"phase={phase}", *overrides)
     features = resolve_features(composed, device)
     return replace(composed, device=device, features=features)
 
@@ -41,7 +42,7 @@ def sized_step(here: Device, features: Features, work: Work) -> SizedStep:
     here.restart_peak()  # what earlier steps held goes back first: two big ones may not fit
     configure(here, features)
     work = replace(work, precision=features.precision, remat=features.remat)
-    return SizedStep(load_config(work.model, work.seq), work, here)
+    return SizedStep(load_config(work.model, work.seq, package_conf_dir()), work, here)
 
 
 def busy(here: Device) -> NotMeasured | None:

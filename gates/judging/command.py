@@ -22,6 +22,7 @@ from gates.judging.measure import (
     record,
     standing,
 )
+from gates.judging.signing import KEY_VARIABLE, TRUST_VARIABLE, make_key
 from gates.judging.table import CHECK_COLUMNS, check_rows, print_table
 from xtrain.engine.device import resolve
 from xtrain.errors import UsageError
@@ -38,9 +39,14 @@ def run(
     load_checks: where bars come from; by default conf/, without any override of a command line.
     Raises UsageError.
     """
-    ledger = Ledger(options.out / "ledger.jsonl")
+    ledger = Ledger.of(options.out)
     if options.verify_ledger:
         return _verify(ledger)
+    match [name.lower() for name in options.names[:1]]:
+        case ["audit"]:
+            return _audit(ledger, options, directory / "evidence")
+        case ["make-key"]:
+            return _make_key(options.names[1:])
     found = find_gates(directory)
     if not options.names and not options.list:
         raise UsageError(f"name a gate, or all: {', '.join(found) or 'there are none'}")
@@ -164,12 +170,10 @@ def _list(files: Sequence[GateFile], bench: Bench, as_json: bool) -> int:
 
 
 def _conf_file(gate: str) -> Path | None:
-    from xtrain.config.files import conf_dir
+    from xtrain.config.files import file_of
 
-    places = [
-        conf_dir() / group / f"{gate}.yaml" for group in ("phase", "run", "gate", "milestone")
-    ]
-    return next((place for place in places if place.is_file()), None)
+    places = (file_of(group, gate) for group in ("phase", "run", "gate", "milestone"))
+    return next(filter(None, places), None)
 
 
 def _shown(path: Path | None) -> str:
@@ -188,6 +192,33 @@ def _verify(ledger: Ledger) -> int:
     return 0
 
 
+def _audit(ledger: Ledger, options: argparse.Namespace, evidence: Path) -> int:
+    from gates.judging.audit import audit
+
+    if len(options.names) > 1:
+        raise UsageError(f"audit takes no name, not {options.names[1]!r}")
+    found = audit(ledger, evidence)
+    if options.json:
+        print(json.dumps({"problems": found.problems, "seen": found.seen}, indent=1))
+    else:
+        print("\n".join([*found.problems, f"looked at {', '.join(found.seen)}"]))
+        print("audit " + (f"{FAIL}: {len(found.problems)} problems" if found.problems else PASS))
+    return 1 if found.problems else 0
+
+
+def _make_key(names: Sequence[str]) -> int:
+    if len(names) != 1:
+        raise UsageError("make-key takes one FILE, which the private key is written to")
+    public = make_key(Path(names[0]))
+    print(public)
+    print(
+        f"{KEY_VARIABLE}={names[0]} signs with it; put the line above into the file that "
+        f"{TRUST_VARIABLE} names to accept what it signed",
+        file=sys.stderr,
+    )
+    return 0
+
+
 def _waive(files: Sequence[GateFile], options: argparse.Namespace, ledger: Ledger) -> int:
     if not options.who or not options.until:
         raise UsageError("--waive WHY needs --who NAME and --until YYYY-MM-DD")
@@ -198,7 +229,7 @@ def _waive(files: Sequence[GateFile], options: argparse.Namespace, ledger: Ledge
 
 
 def _load_checks() -> LoadChecks:
-    from xtrain.config.compose import gate_checks
+    from xtrain.config.bars import gate_checks
 
     return gate_checks
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gates.judging.gate import Gate
-from xtrain.config.files import choices
+from xtrain.config.files import choices, choices_of, package_conf_dir
 from xtrain.errors import UsageError
 
 HERE = Path(__file__).resolve().parents[1]
@@ -61,7 +61,7 @@ def find_gates(directory: Path = HERE) -> dict[str, GateFile]:
             )
         found[name] = GateFile(name, path)
     if directory == HERE:
-        for name in choices("run"):
+        for name in dict.fromkeys([*choices_of(package_conf_dir(), "run"), *choices("run")]):
             found.setdefault(name, GateFile(name, HERE / "trained_run.py", is_of_run=True))
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from xtrain.config.files import conf_dir
+from xtrain.config.files import file_of
 from xtrain.errors import UsageError
 
 PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
@@ -87,8 +87,8 @@ def package_roots() -> dict[str, Path]:
 def _configs(names: Iterable[str]) -> dict[str, Path]:
     files = {}
     for name in names:
-        path = conf_dir() / f"{name.removesuffix('.yaml')}.yaml"
-        if not path.is_file():
+        path = file_of(*name.removesuffix(".yaml").split("/"))
+        if path is None:
             raise UsageError(f"a gate composes {name!r}, but conf/ has no such file")
         files[f"conf:{name.removesuffix('.yaml')}"] = path
     return files

@@ -3,7 +3,8 @@
     judge(checks, measured, device) -> one CheckResult a check, in the order of the checks
 
 A missing, NaN or infinite value is FAIL with the reason, never a pass; a check of another device
-class is NOT MEASURED; a measurement that raised is ERROR. Nothing here reads a file or a clock.
+class is NOT MEASURED; a measurement that raised is ERROR; a finite number without a bar is REPORTED
+and counts neither for nor against. Nothing here reads a file or a clock.
 """
 
 import math
@@ -18,6 +19,7 @@ FAIL = "FAIL"
 ERROR = "ERROR"
 NOT_MEASURED = "NOT MEASURED"
 STALE = "STALE"
+REPORTED = "REPORTED"
 
 # The verdict of several checks is the worst of theirs, in this order.
 _WORST_FIRST = (ERROR, FAIL, STALE, NOT_MEASURED, PASS)
@@ -66,6 +68,8 @@ def _judge_one(check: Check, value: Measured | None, device: str) -> CheckResult
         return CheckResult(check, None, FAIL, f"{value!r} is not a number")
     if not math.isfinite(number):
         return CheckResult(check, number, FAIL, f"the value is {number}")
+    if not check.is_judged:
+        return CheckResult(check, number, REPORTED)
     if check.is_met_by(number):
         return CheckResult(check, number, PASS)
     why = f": {value.why}" if isinstance(value, Explained) and value.why else ""

@@ -2,8 +2,10 @@
 
 One JSON object a line. Every entry carries `previous`, the hash of the entry before, and `hash`,
 the sha256 of its own canonical JSON without that field, so an edited, inserted, removed or
-reordered line is found by `verify`. Entries cut off the end are the one change that a chain cannot
-show.
+reordered line is found by `verify`. A chain cannot show entries cut off the end, which
+`gates.judging.audit` finds by the heads that MLflow keeps, nor a file that was rewritten with its
+hashes: that takes signatures (`gates.judging.signing`), and where trusted keys are configured only
+entries signed by one of them count.
 
 Kinds of entry: `verdict` (a gate was measured), `promotion` (granted or refused), `waiver` (who,
 why, until when). A line without its newline is the append that a kill interrupted: it was never
@@ -11,7 +13,6 @@ acknowledged, so readers pass over it and the next append removes it.
 """
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -21,11 +22,29 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 
 from gates.judging.gate import Failed, Measured, NotMeasured
-from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE, CheckResult, verdict_of
+from gates.judging.judge import (
+    ERROR,
+    FAIL,
+    NOT_MEASURED,
+    PASS,
+    REPORTED,
+    STALE,
+    CheckResult,
+    verdict_of,
+)
+from gates.judging.signing import (
+    content_hash,
+    is_believed,
+    signed,
+    trusted_keys,
+    why_not_signed,
+)
 from xtrain.config.check import DEVICES, OPS, Check
+from xtrain.config.check import REPORTED as WITHOUT_BAR
 from xtrain.errors import UsageError
 from xtrain.typed_json import TIME, Matching, OneOf, checked, parse
 
+FILE = "ledger.jsonl"
 _START = "0" * 64
 _HASH = Matching(r"[0-9a-f]{64}", "a sha256")
 _NUMBER = (float, OneOf("NaN", "Infinity", "-Infinity"), None)
@@ -33,10 +52,10 @@ CHECKS = [
     {
         "name": str,
         "value": _NUMBER,
-        "op": OneOf(*OPS),
-        "bar": float,
+        "op": OneOf(*OPS, WITHOUT_BAR),
+        "bar": (float, None),
         "original": str,
-        "verdict": OneOf(PASS, FAIL, ERROR, STALE, NOT_MEASURED),
+        "verdict": OneOf(PASS, FAIL, ERROR, STALE, NOT_MEASURED, REPORTED),
         "unit?": str,
         "device?": OneOf(*DEVICES),
         "reason?": str,
@@ -51,10 +70,25 @@ VERDICT = {
     "facts?": dict,
     "checks": CHECKS,
 }
-_CHAINED = {"kind": str, "date": TIME, "previous": _HASH, "hash": _HASH}
+_CHAINED = {
+    "kind": str,
+    "date": TIME,
+    "previous": _HASH,
+    "hash": _HASH,
+    "signed_by?": str,
+    "signature?": str,
+}
 _KINDS = {
     "verdict": VERDICT,
-    "promotion": {"gate": str, "verdict": str, "device": str},
+    "promotion": {
+        "gate": str,
+        "verdict": str,
+        "device": str,
+        "id?": str,
+        "bars?": str,
+        "fingerprint?": {str: str},
+        "requires?": {str: str},
+    },
     "waiver": {
         "gate": str,
         "who": str,
@@ -69,6 +103,11 @@ class Ledger:
 
     def __init__(self, path: Path):
         self.path = Path(path)
+
+    @classmethod
+    def of(cls, out: str | Path) -> "Ledger":
+        """The ledger of an outputs root."""
+        return cls(Path(out) / FILE)
 
     def append(self, entry: Mapping) -> dict:
         """Chain, write and fsync one entry; return it with date, previous and hash.
@@ -104,9 +143,19 @@ class Ledger:
             previous = json.loads(line)["hash"]
         return None
 
+    def believed(self) -> list[dict]:
+        """The entries that count: all, or those that a configured trusted key signed."""
+        trusted = trusted_keys()
+        return [entry for entry in self.entries() if is_believed(entry, trusted)]
+
+    def head(self) -> tuple[int, str]:
+        """(how many entries there are, the hash of the last), (0, 64 zeros) of an empty ledger."""
+        entries = self.entries()
+        return len(entries), entries[-1]["hash"] if entries else _START
+
     def latest(self, gate: str, device: str) -> dict | None:
-        """The last verdict of a gate on a device class, or None."""
-        for entry in reversed(self.entries()):
+        """The last verdict of a gate on a device class that counts, or None."""
+        for entry in reversed(self.believed()):
             same_gate = str(entry.get("gate", "")).lower() == gate.lower()
             if entry["kind"] == "verdict" and same_gate and entry["device"] == device:
                 return entry
@@ -121,8 +170,8 @@ class Ledger:
         )
 
     def waiver(self, gate: str, today: date) -> dict | None:
-        """The last waiver of a gate that holds on that day, or None."""
-        for entry in reversed(self.entries()):
+        """The last waiver of a gate that counts, if it holds on that day, else None."""
+        for entry in reversed(self.believed()):
             if entry["kind"] == "waiver" and entry["gate"].lower() == gate.lower():
                 return entry if date.fromisoformat(entry["until"]) >= today else None
         return None
@@ -138,8 +187,8 @@ class Ledger:
             except ValueError as error:
                 message = f"{self.path} line {len(lines)} is broken: not a ledger entry: {error}"
                 raise UsageError(message) from error
-        chained = {"date": _now(), **entry, "previous": previous}
-        chained["hash"] = _hash(chained)
+        chained = signed({"date": _now(), **entry, "previous": previous})
+        chained["hash"] = content_hash(chained)
         line = json.dumps(chained, sort_keys=True, allow_nan=False).encode() + b"\n"
         os.ftruncate(descriptor, complete)
         os.lseek(descriptor, complete, os.SEEK_SET)
@@ -264,8 +313,10 @@ def _why_broken(line: bytes, previous: str) -> str | None:
         return f"not a ledger entry: {error}"
     if entry["previous"] != previous:
         return "the entry before it is not the one that it was chained to"
-    if entry["hash"] != _hash(entry):
+    if entry["hash"] != content_hash(entry):
         return "its content does not match its hash"
+    if "signed_by" in entry or "signature" in entry:
+        return why_not_signed(entry)
     return None
 
 
@@ -279,11 +330,6 @@ def _entry(line: bytes) -> dict:
         case "waiver":
             date.fromisoformat(entry["until"])  # the 31st of February is a ValueError too
     return entry
-
-
-def _hash(entry: Mapping) -> str:
-    content = {key: value for key, value in entry.items() if key != "hash"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def _complete_lines(content: bytes) -> list[bytes]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE, CheckResult
+from xtrain.config.check import Check
 
 _STYLES = {PASS: "green", FAIL: "bold red", ERROR: "bold red", STALE: "yellow", NOT_MEASURED: "dim"}
 
@@ -16,7 +17,7 @@ def check_rows(results: Iterable[CheckResult], gate: str = "") -> list[list[str]
             gate,
             result.check.name,
             show_value(result.value, result.check.unit),
-            f"{result.check.op} {_digits(result.check.bar)}",
+            show_bar(result.check),
             result.check.original,
             result.verdict,
             result.reason,
@@ -31,6 +32,11 @@ CHECK_COLUMNS = ("gate", "check", "measured", "bar", "original", "verdict", "why
 def show_value(value: float | None, unit: str = "") -> str:
     """A value in six digits, a whole number in all of its own, with its unit; "-" for none."""
     return "-" if value is None else f"{_digits(value)} {unit}".rstrip()
+
+
+def show_bar(check: Check) -> str:
+    """The bar with its op, `reported` for a number without one."""
+    return f"{check.op} {_digits(check.bar)}" if check.is_judged else check.op
 
 
 def _digits(value: float) -> str:

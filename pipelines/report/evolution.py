@@ -18,8 +18,9 @@ from gates.judging.find import GateFile, find_gates
 from gates.judging.judge import NOT_MEASURED, CheckResult
 from gates.judging.ledger import Ledger
 from gates.judging.measure import Bench, Standing, standing
-from gates.judging.table import show_value
-from xtrain.config.compose import gate_checks, load_saved
+from gates.judging.table import show_bar, show_value
+from xtrain.config.bars import gate_checks
+from xtrain.config.compose import load_saved
 from xtrain.config.files import choices
 from xtrain.config.schema import RunConfig
 from xtrain.errors import UsageError
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write_report(root: Path, out: Path) -> list[Path]:
     """Write the three files into `out`; returns their paths. Raises UsageError."""
-    ledger = Ledger(root / "ledger.jsonl")
+    ledger = Ledger.of(root)
     phases = phase_rows(root, ledger)
     runs = [run for run in all_runs(root) if (run.path / "metrics.jsonl").exists()]
     rows = [run_row(run, ledger) for run in runs]
@@ -143,7 +144,7 @@ def _shown(result: CheckResult) -> str:
     check = result.check
     original = f" ({check.original})" if check.original else ""
     value = show_value(result.value, check.unit)
-    return f"{check.name} {value} {check.op} {check.bar:g}{original}"
+    return f"{check.name} {value} {show_bar(check)}{original}"
 
 
 def _architecture(config: RunConfig) -> str:

@@ -5,6 +5,7 @@ from the host in every step.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import yaml
@@ -38,9 +39,12 @@ class Work:
         return self.batch * self.seq * self.accumulation
 
 
-def load_config(name: str, seq: int) -> Qwen3Config:
-    """The shape named in conf/model, with room for `seq` positions; UsageError when unknown."""
-    path = conf_dir() / "model" / f"{name}.yaml"
+def load_config(name: str, seq: int, conf: Path | None = None) -> Qwen3Config:
+    """The shape named in conf/model, with room for `seq` positions; UsageError when unknown.
+
+    conf: the directory of the files, by default conf_dir().
+    """
+    path = (conf or conf_dir()) / "model" / f"{name}.yaml"
     if not path.is_file():
         raise UsageError(f"--model {name}: choose one of {', '.join(choices('model'))}")
     values = yaml.safe_load(path.read_text())

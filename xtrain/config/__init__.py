@@ -1,7 +1,8 @@
 """Configuration: the only part of xtrain, besides pipelines, that knows Hydra.
 
 schema.py    the types of every key
-compose.py   YAML and overrides -> RunConfig; a gate's bars from its file
+compose.py   YAML and overrides -> RunConfig
+bars.py      the bars of phases and runs, whose they are and for which data
 rules.py     which values make sense, what each device can do
 identity.py  fingerprint and axes
 messages.py  Hydra's refusals in one line

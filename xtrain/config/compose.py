@@ -27,11 +27,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from xtrain.config.check import Check
-from xtrain.config.files import choices, conf_dir
+from xtrain.config.files import conf_dir
 from xtrain.config.messages import usage_error
 from xtrain.config.rules import check_run
-from xtrain.config.schema import GateConfig, PhaseConfig, RunConfig
+from xtrain.config.schema import RunConfig
 from xtrain.errors import UsageError
 
 CONFIG_NAME = "config"
@@ -39,12 +38,18 @@ CONFIG_NAME = "config"
 _FIXED = ("name", "parent", "axes", "gate")
 
 
-def compose(overrides: Sequence[str] = (), *, config_dir: str | None = None) -> DictConfig:
+def compose(
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    conf: Path | None = None,
+) -> DictConfig:
     """The composed tree, unchecked. config_dir: a further directory of groups, as --config-dir.
 
-    Raises UsageError for anything that does not compose, and for an override of a gate.
+    conf: the directory that holds config.yaml, by default conf_dir(). Raises UsageError for
+    anything that does not compose, and for an override of a gate.
     """
-    with hydra_app(config_dir) as app:
+    with hydra_app(config_dir, conf) as app:
         return compose_with(app, overrides)
 
 
@@ -94,34 +99,11 @@ def read_tree(path: str | Path) -> dict:
     return tree
 
 
-def gate_checks(name: str, data: str | None = None) -> tuple[list[Check], str, str]:
-    """Checks, title and claim of a phase (t13), run (v9) or other gate (e1), from its file only.
-
-    data: the name of the data trained on, which leaves out the checks of other data.
-    Raises UsageError for an unknown name.
-    """
-    name = name.lower()
-    if name in choices("phase"):
-        spec = _read_part(PhaseConfig, conf_dir() / "phase" / f"{name}.yaml", "phase")
-    elif name in choices("run"):
-        spec = _read_part(GateConfig, conf_dir() / "run" / f"{name}.yaml", "gate")
-    elif name in choices("gate"):
-        spec = _read_part(GateConfig, conf_dir() / "gate" / f"{name}.yaml")
-    else:
-        known = [*choices("phase"), *choices("run"), *choices("gate")]
-        raise UsageError(f"{name} is no phase, run or gate; there are {', '.join(known)}")
-    return _for_data(spec.checks, data), spec.title, spec.claim
-
-
-def run_gate(run: RunConfig) -> GateConfig:
-    """What this run must show: its file's gate, with the checks of the data it trained on.
-
-    A run of the user's own directory, which has no file here, brings its gate with it.
-    """
-    gate = run.gate
-    if run.name in choices("run"):
-        gate = _read_part(GateConfig, conf_dir() / "run" / f"{run.name}.yaml", "gate")
-    return dataclasses.replace(gate, checks=_for_data(gate.checks, run.data.name))
+def read_part(kind: type, path: Path, key: str | None = None):
+    """What stands under a key of a file, or all of it, as a dataclass. Raises UsageError."""
+    tree = read_tree(path) if key is None else read_tree(path).get(key, {})
+    with one_line_errors():
+        return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
 
 
 def refuse_fixed(overrides: Sequence[str]) -> None:
@@ -159,11 +141,11 @@ def schema_of(kind: type) -> DictConfig:
 
 
 @contextmanager
-def hydra_app(config_dir: str | None = None) -> Iterator[Hydra]:
+def hydra_app(config_dir: str | None = None, conf: Path | None = None) -> Iterator[Hydra]:
     """Hydra with our schema and search path, and its global state put back afterwards."""
     version.setbase("1.3")
     ConfigStore.instance().store(name="xtrain_schema", node=schema_of(RunConfig))
-    search_path = create_automatic_config_search_path(None, None, str(conf_dir()))
+    search_path = create_automatic_config_search_path(None, None, str(conf or conf_dir()))
     if config_dir is not None:
         directory = Path(config_dir).absolute()
         if not directory.is_dir():
@@ -209,14 +191,3 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise usage_error(error) from error
-
-
-def _read_part(kind: type, path: Path, key: str | None = None):
-    """What stands under a key of a file, or all of it, as a dataclass."""
-    tree = read_tree(path) if key is None else read_tree(path).get(key, {})
-    with one_line_errors():
-        return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
-
-
-def _for_data(checks: list[Check], data: str | None) -> list[Check]:
-    return [check for check in checks if data is None or check.data in ("any", data)]

@@ -68,6 +68,20 @@ _AXIS = {
     "name": None,
     "seed": None,
 }
+# What the bars of a run's file take for granted: change one, and they are the bars of another run.
+# The data are bound by their fingerprint (`xtrain.config.bars`), not by their keys.
+TERMS = (
+    "model.",
+    "features.qk_norm",
+    "train.seq_len",
+    "train.max_tokens",
+    "train.eval_tokens",
+    "init_from",
+    "data.respect_documents",
+    "phase.objective",
+    "parent",
+    "axes",
+)
 # Budgets this close count as one: v6 and v8 trained 2.29 and 2.36 billion tokens, about one epoch.
 _SAME_BUDGET = 0.05
 
@@ -139,6 +153,12 @@ def undeclared_differences(run: RunConfig, parent: RunConfig) -> dict[str, list[
         )
     differing = axis_differences(run, parent)
     return {axis: keys for axis, keys in differing.items() if axis not in run.axes}
+
+
+def changed_terms(run: RunConfig, stated: RunConfig) -> list[str]:
+    """The keys among TERMS in which a run differs from its file, as it is stated there."""
+    ours, theirs = flatten(run), flatten(stated)
+    return [key for key in ours if key.startswith(TERMS) and ours[key] != theirs[key]]
 
 
 def _comparable(run: RunConfig) -> dict[str, object]:

@@ -6,8 +6,10 @@ Every refusal is a UsageError of one line that names the key, its value and what
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable
 
+from xtrain.config.files import package_conf_dir
 from xtrain.config.schema import Features, RunConfig
 from xtrain.data.sources import SOURCES
 from xtrain.errors import UsageError
@@ -116,6 +118,7 @@ def check_run(run: RunConfig) -> None:
     if not run.out.strip():
         raise UsageError("out is empty; out=. is the working directory")
     for rule in (
+        _check_name,
         _check_model,
         _check_batch,
         _check_schedule,
@@ -174,6 +177,17 @@ def best_features(features: Features, device_class: str) -> Features:
         if getattr(features, field.name) is None
     }
     return dataclasses.replace(features, **unset)
+
+
+def _check_name(run: RunConfig) -> None:
+    """A name is that of a folder and of a registered model, and one of the package's is its own."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", run.name):
+        raise UsageError(
+            f"name={run.name}: letters, digits, _ . and - only, a letter or digit first"
+        )
+    taken = {path.stem for path in (package_conf_dir() / "run").glob("*.yaml")} - {run.name}
+    if run.name.lower() in taken:
+        raise UsageError(f"name={run.name}: it would pass for the package's run {run.name.lower()}")
 
 
 def _check_model(run: RunConfig) -> None:

@@ -42,12 +42,28 @@ class PhaseConfig:
 
 
 @dataclass(frozen=True)
+class KnownData:
+    """Data for which bars were found, by what they are; `xtrain dry_run=true` shows a run's own.
+
+    fingerprint: of the preparation: the files' content (of a hub its repository and revision), the
+    slice, the order, the held-out share and the tokenizer. The sha256 are of the shards.
+    """
+
+    name: str  # what the checks of this file call them
+    source: str
+    fingerprint: str
+    train_sha256: str = ""  # "" where the text has not been prepared yet
+    heldout_sha256: str = ""
+
+
+@dataclass(frozen=True)
 class GateConfig:
     """What a run must show to be promoted; see `conf/run/`."""
 
     title: str = ""  # a few words
     claim: str = ""  # one sentence that the checks make true
     requires: list[str] = field(default_factory=list)  # phases that must be PASS, e.g. T6
+    data: list[KnownData] = field(default_factory=list)  # what a check's `data` refers to
     checks: list[Check] = field(default_factory=list)
 
 

@@ -109,23 +109,22 @@ def prepare(
     progress(done, total) is called with bytes of text while building; total is None while unknown.
     Raises UsageError for a wrong key, unusable input or a damaged cache; then nothing is written.
     """
-    check_config(cfg)
-    source = open_source(
-        cfg.source,
-        path=cfg.path,
-        text_key=cfg.text_key,
-        shards=cfg.shards,
-        revision=cfg.revision,
-    )
-    tokenizer = load_tokenizer(cfg.tokenizer)
-    recipe = _recipe(cfg, source, tokenizer)
-    fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
+    source, tokenizer, recipe = _identify(cfg)
+    fingerprint = _digest(recipe)
     directory = Path(cache_dir) / fingerprint
     if not directory.exists():
         with _locked(directory):
             if not directory.exists():
                 _build(directory, cfg, source, recipe, tokenizer, progress)
     return _open(directory, tokenizer)
+
+
+def data_fingerprint(cfg: DataConfig) -> str:
+    """The fingerprint that the prepared data of `cfg` have, without preparing them.
+
+    Raises UsageError for a wrong key and for files that cannot be read.
+    """
+    return _digest(_identify(cfg)[2])
 
 
 def check_config(cfg: DataConfig) -> None:
@@ -168,6 +167,23 @@ def _counts(shard: Shard) -> np.ndarray:
         chunk = shard.tokens[start : start + (1 << 24)]
         counts += np.bincount(chunk, minlength=shard.vocab_size)
     return counts
+
+
+def _identify(cfg: DataConfig) -> tuple[Source, Tokenizer, dict]:
+    check_config(cfg)
+    source = open_source(
+        cfg.source,
+        path=cfg.path,
+        text_key=cfg.text_key,
+        shards=cfg.shards,
+        revision=cfg.revision,
+    )
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    return source, tokenizer, _recipe(cfg, source, tokenizer)
+
+
+def _digest(recipe: dict) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _recipe(cfg: DataConfig, source: Source, tokenizer: Tokenizer) -> dict:

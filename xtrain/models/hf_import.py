@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from xtrain.engine import device as devices
 from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.hf import ARCHITECTURE, CONFIG, WEIGHTS, named_tensors
+from xtrain.models.qwen3 import Qwen3
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
@@ -93,6 +95,24 @@ def load_hf(directory: Path, buffers: FlatBuffers, device: Device) -> None:
                 weights = file.get_tensor(name).astype(np.float32, copy=False)
                 views[name][...] = device.array(weights)
     buffers.refresh_copy()
+
+
+def differing_tensors(buffers: FlatBuffers, directory: Path) -> list[str]:
+    """Names of the tensors whose bits in a Hugging Face directory are not those of the model."""
+    host = devices.current().host
+    on_cpu = Device()
+    again = Qwen3(read_config(directory))
+    read = FlatBuffers(again.named_parameters(), on_cpu)
+    load_hf(directory, read, on_cpu)
+    ours = named_tensors(buffers, buffers.master)
+    theirs = named_tensors(read, read.master)
+    return sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours
+        or name not in theirs
+        or np.asarray(host(ours[name])).tobytes() != theirs[name].tobytes()
+    )
 
 
 def _require_dense_qwen3(path: Path, found: dict) -> None:

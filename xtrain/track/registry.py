@@ -1,10 +1,13 @@
 """The model registry: promoted runs as `models:/xtrain-<run>@promoted`, in MLflow.
 
 The ledger has decided before anything is registered. What MLflow cannot take at the time is owed:
-registry.json in the run directory says what, and `register_owed` pays it later.
+registry.json in the run directory asks for it, and `register_owed` pays it later, but only what the
+ledger grants at that time: the file itself is a request that anybody could write.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from xtrain.errors import UsageError
@@ -17,25 +20,36 @@ from xtrain.typed_json import NAME, read_json
 ALIAS = "promoted"
 REGISTRY = {"name": NAME, "tags": {str: str}, "version": (str, None), "run_id?": (str, None)}
 
+PREFIX = "xtrain-"  # of the registered names that are runs
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What the ledger says of a run that may be registered: its tags, and whether it is the last
+    that was promoted under its name, which is where the alias belongs."""
+
+    tags: Mapping[str, str]
+    is_newest: bool
+
+
+# What the ledger grants to a run, None when it has not promoted what the directory holds.
+Granted = Callable[[RunDir], Grant | None]
+
 
 def model_directory(uri: str) -> Path:
     """The local directory of `models:/NAME@ALIAS` (or /VERSION), fetched if need be.
 
     Raises UsageError when there is no such model, or MLflow cannot be reached.
     """
-    name, found, alias = uri.removeprefix("models:/").partition("@")
-    if not found:
-        name, found, alias = name.partition("/")
-    if not uri.startswith("models:/") or not name or not alias:
-        raise UsageError(f"{uri}: write models:/NAME@ALIAS or models:/NAME/VERSION")
+    name, alias, has_alias = parse_model_uri(uri)
     check_store(store_uri())
     database = sqlite_path(store_uri())
     if database is not None and not database.exists():  # asking must not create one
         raise UsageError(f"{uri}: there is no {database.name} in this directory to look it up in")
     try:
         client = open_store(store_uri())
-        by_alias = client.get_model_version_by_alias if "@" in uri else client.get_model_version
-        version = by_alias(name, alias)
+        find = client.get_model_version_by_alias if has_alias else client.get_model_version
+        version = find(name, alias)
         from mlflow.artifacts import download_artifacts
 
         return Path(download_artifacts(version.source, tracking_uri=store_uri()))
@@ -43,11 +57,21 @@ def model_directory(uri: str) -> Path:
         raise UsageError(f"{uri}: {one_line(error)}") from error
 
 
+def parse_model_uri(uri: str) -> tuple[str, str, bool]:
+    """(name, alias or version, whether it is an alias). Raises UsageError for any other text."""
+    name, has_alias, key = uri.removeprefix("models:/").partition("@")
+    if not has_alias:
+        name, _, key = name.partition("/")
+    if not uri.startswith("models:/") or not name or not key:
+        raise UsageError(f"{uri}: write models:/NAME@ALIAS or models:/NAME/VERSION")
+    return name, key, bool(has_alias)
+
+
 def register_or_owe(
     run: RunDir, tags: Mapping[str, str], *, is_newest: bool = True
 ) -> tuple[str | None, str]:
     """(version, "") or (None, a line that says that the registry is behind)."""
-    registry = {"name": f"xtrain-{run.manifest['run']}", "tags": dict(tags), "version": None}
+    registry = {"name": f"{PREFIX}{run.manifest['run']}", "tags": dict(tags), "version": None}
     run.write_json("registry.json", registry)
     try:
         run_id = read_note(run.path).get("run_id")
@@ -58,11 +82,12 @@ def register_or_owe(
     return version, ""
 
 
-def register_owed(root: str | Path, say: Say | None = None) -> list[Path]:
+def register_owed(root: str | Path, granted: Granted, say: Say | None = None) -> list[Path]:
     """Register promoted runs that MLflow could not take at the time; return those registered.
 
-    So is one whose copy in MLflow had to be made anew. say receives a line for each registry.json
-    that is passed over because it is damaged.
+    So is one whose copy in MLflow had to be made anew. granted: asked for each run that says it is
+    owed a version; what it denies is left alone. say receives a line for each registry.json that is
+    passed over because it is damaged.
     """
     paid = []
     for run in all_runs(root):
@@ -72,10 +97,29 @@ def register_owed(root: str | Path, say: Say | None = None) -> list[Path]:
             if say is not None:
                 say(f"{error}; it is passed over")
             continue
-        if owed.get("tags") and not (owed.get("version") and _is_of_copy(run, owed)):
-            version, _ = register_or_owe(run, owed["tags"], is_newest=_is_newest(run, root))
+        if not owed.get("tags") or (owed.get("version") and _is_of_copy(run, owed)):
+            continue
+        grant = granted(run)
+        if grant is not None:
+            version, _ = register_or_owe(run, grant.tags, is_newest=grant.is_newest)
             paid += [run.path] if version else []
     return paid
+
+
+def export_digest(run_path: Path) -> str:
+    """The digest of a run's export, "" when it has none."""
+    return directory_digest(run_path / "export")
+
+
+def directory_digest(root: Path) -> str:
+    """sha256 over the names and contents of the files of a directory, "" when there are none."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(f"{path.relative_to(root).as_posix()}\0{content}\n".encode())
+    return total.hexdigest() if files else ""
 
 
 def _register(
@@ -105,20 +149,6 @@ def _register(
     if is_newest:
         client.set_registered_model_alias(name, ALIAS, version)
     return str(version)
-
-
-def _is_newest(run: RunDir, root: str | Path) -> bool:
-    """Whether no run of that name that started later is registered: no alias moves back."""
-    others = all_runs(root, run.manifest["run"])
-    later = [each for each in others if each.manifest["started"] > run.manifest["started"]]
-    return not any(_version(each.path) for each in later)
-
-
-def _version(path: Path) -> str | None:
-    try:
-        return _read_registry(path).get("version")
-    except UsageError:
-        return None
 
 
 def _is_of_copy(run: RunDir, registry: Mapping) -> bool:
