@@ -1,0 +1,3 @@
+"""One file a stage, and the command `xtrain` (`pipelines.__main__`)."""
+
+PROGRAM = "xtrain"

@@ -1,19 +1,19 @@
 """The command `xtrain`: compose a run, execute it, answer with one exit code.
 
-    0 done   1 internal error   2 usage   3 refused   130/143 interrupted
+    0 done   1 internal error   2 usage   3 refused   130, 143, 129 interrupted
 
 A user's error is one line on stderr, and nothing is written. Of several runs (-m) each has its own
 turn, whatever became of the others, and the exit code is that of the worst. Heavy imports wait
 until a run starts, so that help, completion and refusals are quick.
 """
 
-import os
 import re
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from xtrain.errors import Interrupted, OutOfDeviceMemory, UsageError, WriteError
+from pipelines import PROGRAM
+from xtrain.command.ending import guarded, run_command
+from xtrain.errors import UsageError
 
 # From best to worst: a bug hides a usage error, which hides a refused promotion.
 _BEST_FIRST = (0, 3, 2, 1)
@@ -21,7 +21,7 @@ _BEST_FIRST = (0, 3, 2, 1)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (sys.argv by default) and return the exit code."""
-    return _guarded(_main, list(sys.argv[1:] if argv is None else argv))
+    return run_command(PROGRAM, _main, list(sys.argv[1:] if argv is None else argv))
 
 
 def _main(argv: list[str]) -> int:
@@ -67,7 +67,7 @@ def _run_many(app, overrides: list[str]) -> int:
     codes = []
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True), start=1):
         print(f"run {number} of {len(jobs)}: {' '.join(job)}", flush=True)
-        codes.append(_guarded(_execute, run, job))
+        codes.append(guarded(PROGRAM, _execute, run, job))
         if codes[-1] > max(_BEST_FIRST):
             return codes[-1]  # interrupted: the user wants all of it to stop
     return _worst(codes)
@@ -89,38 +89,11 @@ def _launched(cfg) -> int:
     from xtrain.config.compose import load_run
 
     typed = list(HydraConfig.get().overrides.task)
-    return _guarded(lambda: _execute(load_run(cfg), typed))
+    return guarded(PROGRAM, lambda: _execute(load_run(cfg), typed))
 
 
 def _worst(codes: list[int]) -> int:
     return max(codes, key=lambda c: _BEST_FIRST.index(c) if c in _BEST_FIRST else c, default=0)
-
-
-def _guarded(function: Callable[..., int], *args) -> int:
-    """The exit code of a call, whatever it raises."""
-    try:
-        return function(*args)
-    except OutOfDeviceMemory as error:
-        print(f"xtrain: {error}", file=sys.stderr)
-        return 1
-    except UsageError as error:
-        print(f"xtrain: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except Interrupted as error:
-        print(f"xtrain: {error}", file=sys.stderr)
-        return 128 + error.signal
-    except KeyboardInterrupt:
-        print("xtrain: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `xtrain --cfg job | head`: Python would complain again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except WriteError as error:
-        print(f"xtrain: {error}", file=sys.stderr)
-        return 1
-    except Exception:
-        traceback.print_exc()
-        return 1
 
 
 def _parse(argv: list[str]):

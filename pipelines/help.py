@@ -44,7 +44,7 @@ Options
 
 Exit codes
   0 done and promoted   1 internal error   2 usage, one line says what to do
-  3 a gate refused promotion   130, 143 interrupted, with a complete checkpoint
+  3 a gate refused promotion   128 + n interrupted by signal n, checkpoint kept
 """
 
 

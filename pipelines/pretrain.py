@@ -5,6 +5,7 @@ This is the stage behind `phase=pretrain` and the T phases: next-token training 
 
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from pipelines.progress import Progress
@@ -14,6 +15,7 @@ from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import Prepared
 from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.engine.device import Device
+from xtrain.errors import Interrupted
 from xtrain.infer.generate import generate
 from xtrain.track.run_dir import RunDir, read_metrics
 from xtrain.train import checkpoint, loop
@@ -32,6 +34,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
     held_out = eval_windows(run, prepared)
     facts = {"run": run.name, "config": config_fingerprint(run), "data": prepared.fingerprint}
     losses = {r["step"]: r["loss"] for r in read_records(out, "eval")}
+    _end_if_asked(stop)  # while the directory was made, or MLflow imported
 
     with Progress(run.train.total_steps, start) as progress:
 
@@ -44,6 +47,8 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
             losses[number] = result.loss
             out.log(number, evaluation_record(result), kind="eval")
             progress.say(f"step {number}  held-out loss {result.loss:.4f}")
+            if number == 0:
+                _end_if_asked(stop)  # nothing has been trained that a checkpoint would keep
 
         def save(number: int) -> None:
             directory = out.path / "checkpoints"
@@ -69,6 +74,12 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
             optim_config=run.optim,
             hooks=loop.Hooks(log=log, evaluate=evaluate_now, save=save, stop=stop),
         )
+
+
+def _end_if_asked(stop: Callable[[], int | None]) -> None:
+    signal = stop()
+    if signal is not None:
+        raise Interrupted(signal)
 
 
 def evaluation_record(result: Evaluation) -> dict:

@@ -5,22 +5,23 @@ says how it ended, and `resume=auto` goes on from the last complete checkpoint.
 """
 
 import dataclasses
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from gates.judging.audit import refuse_foreign
 from gates.judging.ledger import Ledger
 from gates.judging.promote import granted_by
-from pipelines import pretrain, verdict
+from pipelines import PROGRAM, pretrain, verdict
 from pipelines.ahead import said_of_promotion
 from pipelines.prepare import prepare_data
-from pipelines.signals import watch_signals
 from xtrain.assemble.estimate import describe, what_would_fit
 from xtrain.assemble.learner import build, eval_windows, training_windows
-from xtrain.assemble.origin import check_vocabulary, load_origin, start_from
+from xtrain.assemble.origin import Origin, check_vocabulary, load_origin, start_from
+from xtrain.command.signals import noting, raising
+from xtrain.command.streams import shown
 from xtrain.config.compose import resolved_yaml
 from xtrain.config.identity import BOOKKEEPING, config_fingerprint
 from xtrain.config.rules import resolve_features
@@ -31,8 +32,8 @@ from xtrain.errors import Interrupted, OutOfDeviceMemory, UsageError
 from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.registry import register_owed
-from xtrain.track.resume import choose_run, continue_run
-from xtrain.track.run_dir import RunDir, load_run, open_run
+from xtrain.track.resume import choose_run, continue_run, take_over
+from xtrain.track.run_dir import RUNNING, RunDir, load_run, open_run
 from xtrain.track.store_address import check_store, store_uri
 from xtrain.train import checkpoint
 
@@ -41,19 +42,20 @@ def execute(run: RunConfig, typed: Sequence[str]) -> int:
     """Run it; returns the exit code. typed: the overrides as the user wrote them.
 
     Raises UsageError, before anything is written, for what the user can put right, and Interrupted
-    after SIGINT or SIGTERM with a complete checkpoint kept.
+    after SIGINT, SIGTERM or SIGHUP, with a complete checkpoint kept.
     """
     run = resolve(run)
-    match run.phase.name:
-        case "decode":
-            from pipelines.decode import decode
+    with raising(PROGRAM):
+        match run.phase.name:
+            case "decode":
+                from pipelines.decode import decode
 
-            return decode(run, typed, say)
-        case "eval":
-            from pipelines.evaluate import evaluate_run
+                return decode(run, typed, say)
+            case "eval":
+                from pipelines.evaluate import evaluate_run
 
-            return evaluate_run(run, typed, say)
-    return train_and_judge(run, typed)
+                return evaluate_run(run, typed, say)
+        return train_and_judge(run, typed)
 
 
 def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
@@ -75,35 +77,47 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
     register_owed(root, granted_by(ledger), say)
     prepared = prepare_data(run.data, data_cache(root))
     training_windows(run, prepared)  # raises when the text is too short for one sequence
-    held_out = eval_windows(run, prepared)
-    fingerprints = {"data": prepared.fingerprint}
-    out, notice = _choose(run, typed, fingerprints)
+    eval_windows(run, prepared)
+    out, notice = _choose(run, typed, {"data": prepared.fingerprint})
     if notice:
         say(notice)
+    with closing(take_over(out)) if out is not None else nullcontext():
+        return _train_from(run, origin, prepared, out)
+
+
+def _train_from(run: RunConfig, origin: Origin | None, prepared, found: RunDir | None) -> int:
+    """Build the model, give it its weights, and train it in the run directory found or a new one.
+
+    prepared: the data; found: a run of this process to go on with.
+    """
     with saying_what_would_fit(run):
         learner = build(run, initialize=origin is None)
         if origin is not None:
             load_origin(origin, learner)
-    if out is not None:
-        start, lines = pretrain.resume_point(out, learner, _checkpoint_named(run.resume))
-        for line in lines:
-            say(line)
-        out = continue_run(out, from_step=start, facts=device_facts(run.device))
-        return _under_way(run, learner, prepared, out, start)
-    out = open_run(
-        root,
+    if found is None:
+        return _under_way(run, learner, prepared, partial(_open_new, run, prepared), 0)
+    start, lines = pretrain.resume_point(found, learner, _checkpoint_named(run.resume))
+    for line in lines:
+        say(line)
+    facts = device_facts(run.device)
+    take_up = partial(continue_run, found, from_step=start, facts=facts)
+    return _under_way(run, learner, prepared, take_up, start)
+
+
+def _open_new(run: RunConfig, prepared) -> RunDir:
+    return open_run(
+        Path(run.out),
         run.name,
         run.phase.name,
         dataclasses.asdict(run),
         config_text=resolved_yaml(run),
         fingerprints={
             "config": config_fingerprint(run),
-            "eval_set": held_out.fingerprint,
-            **fingerprints,
+            "eval_set": eval_windows(run, prepared).fingerprint,
+            "data": prepared.fingerprint,
         },
         facts=device_facts(run.device),
     )
-    return _under_way(run, learner, prepared, out, 0)
 
 
 def _choose(
@@ -130,30 +144,54 @@ def resolve(run: RunConfig) -> RunConfig:
     return dataclasses.replace(run, device=device, features=features)
 
 
-def _under_way(run: RunConfig, learner, prepared, out: RunDir, start: int) -> int:
+def _under_way(
+    run: RunConfig, learner, prepared, take_directory: Callable[[], RunDir], start: int
+) -> int:
     """Everything from the moment the run directory exists; marks how the run ended."""
-    mirror = Mirror(out).start()
-    say(f"run directory {out.path}")
-    ended = "FAILED"
-    try:
-        with watch_signals() as stop, saying_what_would_fit(run, out):
-            pretrain.train(run, learner, prepared, out, start=start, stop=stop)
-            code = verdict.conclude(run, learner, out, mirror, say)
-        ended = "FINISHED"
-        return code
-    except (Interrupted, KeyboardInterrupt) as error:
-        ended = "KILLED"
-        if isinstance(error, KeyboardInterrupt):
-            raise Interrupted(signal.SIGINT) from error
-        raise
-    finally:
+    out, mirror, ended = None, None, "FAILED"
+
+    def mark_killed() -> None:
+        if out is not None and out.manifest["status"] == RUNNING:
+            out.set_status("KILLED")
+
+    with raising(PROGRAM, last_words=mark_killed):
         try:
+            with noting() as stop:
+                out = take_directory()
+                mirror = Mirror(out).start()
+                _introduce(out)
+                with saying_what_would_fit(run, out):
+                    pretrain.train(run, learner, prepared, out, start=start, stop=stop)
+            with saying_what_would_fit(run, out):
+                code = verdict.conclude(run, learner, out, mirror, say)
+            ended = "FINISHED"
+            return code
+        except (Interrupted, KeyboardInterrupt):
+            ended = "KILLED"
+            raise
+        finally:
+            if out is not None:
+                _end(out, mirror, ended)
+
+
+def _introduce(out: RunDir) -> None:
+    say(f"run directory {out.path}")
+    if not out.is_owned:
+        say("its file system has no locks: that two processes train one run would not be noticed")
+
+
+def _end(out: RunDir, mirror: Mirror | None, ended: str) -> None:
+    """Say on the disk and to MLflow how a run ended; what hinders one does not hinder the other."""
+    try:
+        with noting():  # a signal waits the milliseconds that this takes
             out.set_status(ended)
-        finally:  # a full disk keeps the directory from saying how it ended, but not MLflow
-            behind = mirror.close(ended)
-            out.close()
-            if behind:
-                say(behind)
+    except OSError as error:
+        say(f"the run could not be marked {ended}: {error}")
+    finally:
+        behind = mirror.close(ended) if mirror is not None else ""
+        out.close()
+        if behind:
+            say(behind)
 
 
 @contextmanager
@@ -184,4 +222,5 @@ def _checkpoint_named(resume: str) -> Path | None:
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """A line for people, on stderr."""
+    print(shown(line), file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from pipelines.__main__ import _guarded, main
+from pipelines.__main__ import main
+from xtrain.command.ending import guarded
 from xtrain.errors import Interrupted, UsageError
 
 BAD = [
@@ -170,12 +171,12 @@ def _raise(error):
     ],
 )
 def test_an_ending_has_its_exit_code_and_one_line(error, code, says, capsys):
-    assert _guarded(_raise, error) == code
+    assert guarded("xtrain", _raise, error) == code
     assert capsys.readouterr().err == says
 
 
 def test_a_bug_is_exit_code_1_with_its_traceback(capsys):
-    assert _guarded(_raise, RuntimeError("boom")) == 1
+    assert guarded("xtrain", _raise, RuntimeError("boom")) == 1
     assert "Traceback" in capsys.readouterr().err
 
 

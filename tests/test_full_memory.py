@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipelines import pretrain
-from pipelines.__main__ import _guarded, main
+from pipelines.__main__ import main
 from pipelines.run import resolve, saying_what_would_fit
 from xtrain.assemble import learner
+from xtrain.command.ending import guarded
 from xtrain.config.compose import compose, load_run
 from xtrain.engine import device
 from xtrain.errors import OutOfDeviceMemory, UsageError
@@ -28,7 +29,7 @@ def test_a_full_memory_is_one_line_and_no_usage_error(capsys):
     def fails():
         raise full()
 
-    assert _guarded(fails) == 1
+    assert guarded("xtrain", fails) == 1
     assert capsys.readouterr().err == f"xtrain: {ASKED}; halve train.batch_size\n"
 
 

@@ -142,6 +142,20 @@ def interrupted(here):
     return runs(here)[0]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_goes_on_when_its_host_has_another_name(here, interrupted, named):
+    manifest = interrupted / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "host": "pod-a", "process": "another-boot:7"}))
+    resume = f"resume={interrupted}" if named else "resume=auto"
+    process = spawn(here, "train.max_tokens=192000", "promote=false", resume)
+    assert any("resuming from checkpoint" in line for line in process.stderr)
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    assert runs(here) == [interrupted]
+
+
 def test_resuming_with_another_config_or_text_is_refused_by_name(here, interrupted, capsys):
     budget = "train.max_tokens=192000"
     assert xtrain(budget, "promote=false", "optim.lr=0.5", "resume=auto") == 2

@@ -1,5 +1,8 @@
 """Which run is gone on with, what is refused, and which runs are dead."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -10,7 +13,14 @@ from xtrain.config.compose import compose, resolved_yaml
 from xtrain.config.compose import load_run as composed_run
 from xtrain.errors import UsageError
 from xtrain.track.machine import process_mark
-from xtrain.track.resume import choose_run, continue_run, differing_keys, stale_runs
+from xtrain.track.resume import (
+    choose_run,
+    continue_run,
+    differing_keys,
+    mark_killed,
+    stale_runs,
+    take_over,
+)
 from xtrain.track.run_dir import load_run, open_run, read_metrics
 
 CONFIG = {"seed": 1, "out": "a", "optim": {"lr": 0.004, "betas": [0.9, 0.95]}}
@@ -41,8 +51,8 @@ def ended(root, status, config=CONFIG, **where):
 
 
 def orphan(run):
-    """Make a run look as if its process had died: the pid is ours, the start mark is not."""
-    run.update(process="another-boot:1")
+    """Leave a run as a process that has died does: RUNNING, its lock let go of."""
+    run.release()
     return run
 
 
@@ -157,7 +167,7 @@ def test_going_on_takes_the_run_over_and_redoes_no_record_twice(tmp_path):
         run.log(step, {"loss": 1 / step})
     run.set_status("KILLED")
 
-    taken = continue_run(run, from_step=3, facts={"device": "cpu"})
+    taken = continue_run(take_over(run), from_step=3, facts={"device": "cpu"})
     taken.log(4, {"loss": 0.25})
 
     assert [r["step"] for r in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -168,17 +178,104 @@ def test_going_on_takes_the_run_over_and_redoes_no_record_twice(tmp_path):
 
 def test_a_run_can_be_taken_over_only_once(tmp_path):
     run = ended(tmp_path, "KILLED")
-    continue_run(run, from_step=0, facts={})
+    continue_run(take_over(run), from_step=0, facts={})
     with pytest.raises(UsageError, match="RUNNING in process"):
-        continue_run(run, from_step=0, facts={})
+        take_over(load_run(run.path))
 
 
 def test_only_runs_whose_process_is_gone_are_stale(tmp_path):
     make_run(tmp_path, CONFIG)
-    make_run(tmp_path, CONFIG).update(host="another-machine", process="x")
+    make_run(tmp_path, CONFIG).update(host="another-machine", process="x")  # and it holds it
     ended(tmp_path, "FINISHED")
     dead = orphan(make_run(tmp_path, CONFIG))
     assert [run.path for run in stale_runs(tmp_path)] == [dead.path]
+
+
+RENAMED = {"host": "pod-a", "process": "another-boot:7"}
+
+
+def test_a_run_whose_host_had_another_name_is_gone_on_with(tmp_path):
+    run = make_run(tmp_path, CONFIG)
+    run.update(**RENAMED)
+    orphan(run)
+    assert [each.path for each in stale_runs(tmp_path)] == [run.path]
+    assert choose(tmp_path)[0].path == run.path
+    assert choose(tmp_path, resume=str(run.path), typed=True)[0].path == run.path
+
+
+def test_a_living_run_is_alive_whatever_host_and_process_it_names(tmp_path):
+    run = make_run(tmp_path, CONFIG)
+    run.update(**RENAMED)
+    assert stale_runs(tmp_path) == [] and choose(tmp_path) == (None, "")
+    with pytest.raises(UsageError, match="RUNNING"):
+        take_over(load_run(run.path))
+
+
+def test_a_run_that_another_process_has_just_finished_is_not_taken_over(tmp_path):
+    seen = ended(tmp_path, "KILLED")
+    load_run(seen.path).set_status("FINISHED")
+    with pytest.raises(UsageError, match="FINISHED"):
+        take_over(seen)
+
+
+def test_a_stale_run_that_another_process_has_just_taken_is_not_marked(tmp_path):
+    run = orphan(make_run(tmp_path, CONFIG))
+    (stale,) = stale_runs(tmp_path)
+    continue_run(take_over(run), from_step=0, facts={})
+    assert not mark_killed(stale)
+    assert load_run(run.path).manifest["status"] == "RUNNING"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from xtrain.track.ownership import acquire
+acquire(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_kernel_lets_go_of_a_killed_process_s_run(tmp_path):
+    run = orphan(make_run(tmp_path, CONFIG))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        holder.stdout.readline()
+        assert stale_runs(tmp_path) == []
+        with pytest.raises(UsageError, match="RUNNING"):
+            take_over(run)
+        holder.kill()
+    assert take_over(run).is_owned
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without locks, as some network file systems are."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_without_locks_a_process_of_this_host_is_asked_for(tmp_path, no_locks):
+    living = make_run(tmp_path, CONFIG)
+    assert not living.is_owned and stale_runs(tmp_path) == []
+    living.update(process="another-boot:7")
+    assert [each.path for each in stale_runs(tmp_path)] == [living.path]
+    assert choose(tmp_path)[0].path == living.path
+
+
+def test_without_locks_a_run_of_another_host_is_said_to_be_out_of_sight(tmp_path, no_locks):
+    run = make_run(tmp_path, CONFIG)
+    run.update(**RENAMED)
+    found, notice = choose(tmp_path)
+    assert found is None and stale_runs(tmp_path) == []
+    assert "no locks" in notice and f"on pod-a still has {run.path}" in notice
+    found, notice = choose(tmp_path, resume=f"{notice.rpartition('resume=')[2]}", typed=True)
+    assert take_over(found).path == run.path and "no locks" in notice
 
 
 def test_a_dead_process_has_no_mark():

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xtrain.errors import UsageError
-from xtrain.track.run_dir import WriteError, all_runs, load_run, open_run, read_metrics
+from xtrain.errors import UsageError, WriteError
+from xtrain.track.run_dir import all_runs, load_run, open_run, read_metrics
 
 
 def make_run(root, config=None, run="v0", phase="t6"):
@@ -235,7 +235,8 @@ def test_a_file_in_the_way_of_the_outputs_is_a_usage_error(tmp_path):
 
 FULL_DISK = """
 import resource, sys
-from xtrain.track.run_dir import WriteError, open_run, read_metrics
+from xtrain.errors import WriteError
+from xtrain.track.run_dir import open_run, read_metrics
 run = open_run(sys.argv[1], "v0", "t6", {"seed": 1}, config_text="", fingerprints={}, facts={})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 try:

@@ -1,5 +1,16 @@
 """The ways a run ends early that are not bugs."""
 
+import errno
+import os
+import re
+from pathlib import Path
+
+_REMEDIES = {
+    errno.ENOSPC: "free space, then the same command goes on",
+    errno.EDQUOT: "free space or raise the quota, then the same command goes on",
+    errno.EROFS: "mount it writable, then the same command goes on",
+}
+
 
 class UsageError(ValueError):
     """Something the user can put right; the message is one line that says how (exit code 2)."""
@@ -21,9 +32,40 @@ class WriteError(OSError):
     """A file of a run could not be written (disk full, permission); the message is one line."""
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived and a complete checkpoint was kept (exit code 128 + signal)."""
+class Interrupted(BaseException):
+    """A signal asked for the end (exit code 128 + signal).
+
+    Not an Exception: what catches all that a library may raise must not go on after it.
+    """
 
     def __init__(self, signal: int):
         super().__init__(f"interrupted by signal {signal}")
         self.signal = signal
+
+
+def write_error(path: Path, error: Exception, kept: str = "") -> WriteError:
+    """An OSError or SafetensorError as one line: the file, why, what is kept, what to do.
+
+    kept: what is left of earlier writes, in words. A WriteError is returned as it is.
+    """
+    if isinstance(error, WriteError):
+        return error
+    number = _number(error)
+    reason = os.strerror(number) if number else str(error)
+    parts = [f"cannot write {path}: {reason}", kept, _REMEDIES.get(number, "")]
+    found = WriteError("; ".join(filter(None, parts)))
+    found.errno = number
+    return found
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether an exception says that the disk is full, over its quota or read-only."""
+    return _number(error) in _REMEDIES
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    # safetensors raises its own type, whose text ends in the number that the system gave.
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found and type(error).__name__ == "SafetensorError" else None

@@ -14,7 +14,7 @@ from xtrain.errors import UsageError
 from xtrain.track.database import was_rebuilt
 from xtrain.track.mlflow_copy import BEHIND, Artifact, Copy, Say, get_run, read_note
 from xtrain.track.mlflow_store import import_mlflow, one_line, open_store
-from xtrain.track.resume import stale_runs
+from xtrain.track.resume import mark_killed, stale_runs
 from xtrain.track.run_dir import ENDED, RUNNING, RunDir, all_runs
 from xtrain.track.store_address import sqlite_path, store_uri, without_credentials
 
@@ -123,9 +123,7 @@ class Mirror:
 
 def reap_stale(root: str | Path, say: Say | None = None) -> list[Path]:
     """Mark runs whose process is gone KILLED, here and in MLflow; return their directories."""
-    stale = stale_runs(root, say)
-    for run in stale:
-        run.set_status("KILLED")
+    stale = [run for run in stale_runs(root, say) if mark_killed(run)]
     for run in stale:
         _complete(run, say)
     return [run.path for run in stale]

@@ -3,18 +3,19 @@
 `resume=auto` goes on with the latest unfinished run of the same run, phase and config, unless a
 later one with that config has FINISHED; `resume=PATH` with that run (its directory or a checkpoint
 in it); `resume=none` starts afresh. What differs is named key by key.
+
+A run is alive while a process holds its directory (`xtrain.track.ownership`), wherever that is.
 """
 
-import fcntl
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from xtrain.config.compose import load_saved
 from xtrain.errors import UsageError
 from xtrain.track.machine import identity, may_be_alive
+from xtrain.track.ownership import is_held
 from xtrain.track.run_dir import RUNNING, RunDir, all_runs, load_run, now, plain
 
 
@@ -43,6 +44,7 @@ def choose_run(
         return _by_path(resume, config, fingerprints or {}, tuple(ignore))
     _refuse_lost(root, run, phase, config, tuple(ignore))
     nearest: tuple[RunDir, dict] | None = None
+    unknown = ""
     for found in reversed(all_runs(root, run, phase)):
         differing = _differing(found, config, fingerprints or {}, tuple(ignore))
         if found.manifest["status"] == "FINISHED":
@@ -52,8 +54,10 @@ def choose_run(
             if not differing:
                 return found, f"going on with {found.path} ({found.manifest['status']})"
             nearest = nearest or (found, differing)
-    if nearest is None:
-        return None, ""
+        elif not differing and _is_out_of_sight(found):
+            unknown = unknown or f"a new run: {_out_of_sight(found)}; if not, resume={found.path}"
+    if nearest is None or unknown:
+        return None, unknown
     found, differing = nearest
     if typed:
         raise UsageError(
@@ -63,46 +67,66 @@ def choose_run(
     return None, f"a new run, because the unfinished {found.path} differs: {_list(differing)}"
 
 
-def find_unfinished(root: str | Path, run: str, phase: str) -> RunDir | None:
-    """The latest run that is KILLED, FAILED, or RUNNING with its process gone."""
-    for each in reversed(all_runs(root, run, phase)):
-        if each.manifest["status"] != "FINISHED" and not is_alive(each):
-            return each
-    return None
+def take_over(run: RunDir) -> RunDir:
+    """The run as it is on the disk now, held by this process.
+
+    Raises UsageError when another process has it, or has finished it meanwhile.
+    """
+    if not _is_out_of_sight(run):
+        _refuse_alive(run)
+    try:
+        run.own()
+    except OSError as error:
+        raise UsageError(f"{run.path} cannot be gone on with: {error.strerror}") from error
+    run.manifest = load_run(run.path).manifest
+    if run.manifest["status"] == "FINISHED":
+        run.release()
+        raise UsageError(f"{run.path}: another process has just FINISHED it")
+    return run
 
 
 def continue_run(run: RunDir, *, from_step: int, facts: Mapping[str, object]) -> RunDir:
-    """Take over a run: RUNNING under this process, with one more entry in `resumes`.
+    """Mark a run that was taken over RUNNING, with one more entry in `resumes`.
 
     Drops every record after `from_step`, the step of the checkpoint that is loaded; from step 0,
-    which has no checkpoint, all of them. Raises UsageError when another process has it.
+    which has no checkpoint, all of them.
     """
-    with _exclusive(run.path):
-        taken = load_run(run.path)
-        _refuse_alive(taken)
-        resumes = [
-            *taken.manifest.get("resumes", []),
-            {
-                "time": now(),
-                "from_step": from_step,
-                "was": taken.manifest["status"],
-                "facts": dict(facts),
-            },
-        ]
-        taken.update(status=RUNNING, ended=None, resumes=resumes, **identity())
-    taken.truncate_after(from_step or -1)  # the evaluation of step 0 is made again too
-    return taken
+    resumes = [
+        *run.manifest.get("resumes", []),
+        {
+            "time": now(),
+            "from_step": from_step,
+            "was": run.manifest["status"],
+            "facts": dict(facts),
+        },
+    ]
+    run.update(status=RUNNING, ended=None, resumes=resumes, **identity())
+    run.truncate_after(from_step or -1)  # the evaluation of step 0 is made again too
+    return run
 
 
 def stale_runs(root: str | Path, say: Callable[[str], None] | None = None) -> list[RunDir]:
-    """Runs marked RUNNING whose process on this machine is gone; say names unreadable ones."""
+    """Runs marked RUNNING whose process is gone; say names unreadable ones."""
     found = all_runs(root, say=say)
     return [run for run in found if run.manifest["status"] == RUNNING and not is_alive(run)]
 
 
+def mark_killed(run: RunDir) -> bool:
+    """Mark a stale run KILLED; False when another process has just gone on with it."""
+    try:
+        run = take_over(run)
+    except UsageError:
+        return False
+    run.set_status("KILLED")
+    return True
+
+
 def is_alive(run: RunDir) -> bool:
-    """Whether a RUNNING run's process may still exist."""
-    return run.manifest["status"] == RUNNING and may_be_alive(run.manifest)
+    """Whether a process has the run; without locks, whether the one it names may still exist."""
+    held = is_held(run.path)
+    if held is None:
+        return run.manifest["status"] == RUNNING and may_be_alive(run.manifest)
+    return held
 
 
 def differing_keys(
@@ -144,6 +168,8 @@ def _by_path(
     differing = _differing(found, config, fingerprints, ignore)
     if differing:
         raise UsageError(f"resume={resume}: that run differs: {_list(differing)}")
+    if _is_out_of_sight(found):
+        return found, f"going on with {found.path}, although {_out_of_sight(found)}"
     _refuse_alive(found)
     return found, f"going on with {found.path} ({found.manifest['status']})"
 
@@ -195,11 +221,14 @@ def _refuse_alive(run: RunDir) -> None:
         raise UsageError(f"{run.path} is RUNNING in {owner}; wait for it, or stop it first")
 
 
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def _is_out_of_sight(run: RunDir) -> bool:
+    """Whether nothing tells if a run is alive: no locks, and its process is of another host."""
+    elsewhere = run.manifest.get("host") != socket.gethostname()
+    return run.manifest["status"] == RUNNING and elsewhere and is_held(run.path) is None
+
+
+def _out_of_sight(run: RunDir) -> str:
+    return (
+        f"this file system has no locks that would tell whether process {run.manifest.get('pid')} "
+        f"on {run.manifest.get('host')} still has {run.path}"
+    )

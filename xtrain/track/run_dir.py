@@ -4,6 +4,7 @@ The directory is the source of truth; MLflow (`xtrain.track.mirror`) only reads 
 
 - manifest.json: what ran, on what, and how it ended. Status is RUNNING, FINISHED, FAILED or KILLED;
   a RUNNING run whose process is gone was killed, which `xtrain.track.resume` finds out.
+- .lock: held by the process whose run it is (`xtrain.track.ownership`).
 - metrics.jsonl: `{"step": 10, "kind": "train", "time": ..., "loss": ...}`, one line a record, each
   written by one unbuffered write, so that a SIGKILL loses at most the line being written. Floats
   are written by `repr` and read back bit for bit; NaN and infinities are the strings "NaN",
@@ -22,8 +23,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from xtrain.errors import UsageError, WriteError
+from xtrain.errors import UsageError, write_error
 from xtrain.track.machine import identity
+from xtrain.track.ownership import acquire
 from xtrain.typed_json import (
     COUNT,
     NAME,
@@ -69,6 +71,7 @@ class RunDir:
         self.path = Path(path)
         self.manifest = manifest
         self._metrics: int | None = None
+        self._lock: int | None = None
 
     @property
     def id(self) -> str:
@@ -89,11 +92,11 @@ class RunDir:
         try:
             _append(self._metrics, line)
         except OSError as error:
-            raise _write_error(self.path / "metrics.jsonl", error) from error
+            raise write_error(self.path / "metrics.jsonl", error) from error
 
     def truncate_after(self, step: int) -> None:
         """Drop every record after a step, so that none is doubled when it is redone."""
-        self.close()
+        self._close_metrics()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             kept = [line for record, line in _records(metrics) if record["step"] <= step]
@@ -113,13 +116,41 @@ class RunDir:
         self.write_json("manifest.json", self.manifest)
 
     def set_status(self, status: str) -> None:
-        """Set RUNNING, FINISHED, FAILED or KILLED; the last three also set the end time."""
+        """Set RUNNING, FINISHED, FAILED or KILLED; the last three also set the end time.
+
+        A run that has ended is nobody's: another process may go on with it.
+        """
         if status != RUNNING and status not in ENDED:
             raise ValueError(f"status {status!r}: choose one of {RUNNING}, {', '.join(ENDED)}")
         self.update(status=status, ended=None if status == RUNNING else now())
+        if status != RUNNING:
+            self.release()
+
+    def own(self) -> None:
+        """Make the directory this process's until `release`, its end, or that of the process.
+
+        Raises UsageError when another process has it, or OSError.
+        """
+        if self._lock is None:
+            self._lock = acquire(self.path)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether `own` holds it; False where the file system has no locks."""
+        return self._lock is not None
+
+    def release(self) -> None:
+        """Let another process have the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def close(self) -> None:
-        """Close the metrics file; the next `log` opens it again."""
+        """Close the metrics file and let go of the directory; `log` and `own` take them again."""
+        self._close_metrics()
+        self.release()
+
+    def _close_metrics(self) -> None:
         if self._metrics is not None:
             os.close(self._metrics)
             self._metrics = None
@@ -131,7 +162,7 @@ class RunDir:
             content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
             os.ftruncate(descriptor, content.rfind(b"\n") + 1)  # a torn line would spoil the next
         except OSError as error:
-            raise _write_error(path, error) from error
+            raise write_error(path, error) from error
         return descriptor
 
 
@@ -167,6 +198,7 @@ def open_run(
             "config": plain(config),
         }
         opened = RunDir(path, manifest)
+        opened.own()
         opened.write_text("config.yaml", config_text)
         opened.write_json("manifest.json", manifest)
     except OSError as error:
@@ -244,7 +276,7 @@ def write_atomically(path: Path, text: str) -> Path:
         _sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _write_error(path, error) from error
+        raise write_error(path, error) from error
     return path
 
 
@@ -314,14 +346,6 @@ def _spell(value: float) -> str:
 
 def _from_json(key: str, value: object) -> object:
     return float(value) if key != "kind" and isinstance(value, str) else value
-
-
-def _write_error(path: Path, error: OSError) -> WriteError:
-    if isinstance(error, WriteError):
-        return error
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    hint = "; free space, then resume=auto goes on" if error.errno == errno.ENOSPC else ""
-    return WriteError(f"cannot write {path}: {reason}{hint}")
 
 
 def _sync_directory(path: Path) -> None:
