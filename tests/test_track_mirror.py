@@ -248,7 +248,7 @@ def test_a_foreign_run_directory_names_no_server_to_talk_to(here, foreign_server
     run.write_json("registry.json", {"name": "xtrain-v0", "tags": {"a": "b"}, "version": None})
     stale = make_run(here)
     stale.write_json("mirror.json", {**note, "status": "RUNNING"})
-    stale.update(process="another-boot:1")
+    stale.release()
 
     assert reap_stale(here / "outputs") == [stale.path]
     assert catch_up(here / "outputs") == []
