@@ -25,8 +25,10 @@ def forward(xp, q, k, v, starts, offsets):
     """y (B, H, T, Dh), and what backward needs."""
     q = np.ascontiguousarray(q)  # k and v may be slices of a cache: they are packed once, below
     B, T = q.shape[0], q.shape[2]
-    # The visible keys of each query: first <= key < end.
-    first = np.zeros((B, T), np.int32) if starts is None else np.ascontiguousarray(starts)
+    # The visible keys of each query: first <= key < end, none when first is beyond.
+    first = np.zeros((B, T), np.int32)
+    if starts is not None:
+        first = np.ascontiguousarray(np.minimum(starts, k.shape[2]), np.int32)
     end = np.broadcast_to(np.arange(1, T + 1, dtype=np.int32), (B, T))
     if offsets is not None:
         end = end + offsets[:, None]
@@ -132,6 +134,9 @@ def _softmax(scores, first, end, padded):
     for j in range(end, padded):
         scores[j] = -np.inf
     peak = _largest(scores, padded)
+    if peak == -np.inf:  # no visible key
+        scores[:padded] = 0
+        return
     total = np.float32(0)
     for j in range(padded):
         scores[j] = exp(scores[j] - peak)

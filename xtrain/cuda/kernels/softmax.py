@@ -71,11 +71,14 @@ def forward_kernel(dtype, out_dtype, shape: Shape, causal, has_starts, has_offse
                 v[j] = v[j] if low <= at + i and at + i < end else LOWEST
                 peak = max(peak, v[j])
         peak = largest(peak, scratch) * LOG2E
+        if causal and peak == LOWEST:  # no visible key: p = 0
+            peak = float32(0)
         weight = float32(0)
         for i in range(values):
             v[i] = exp2(v[i] * LOG2E - peak)
             weight += v[i]
-        scale = float32(1) / total(weight, scratch)
+        weight = total(weight, scratch)
+        scale = float32(0) if causal and weight == float32(0) else float32(1) / weight
         for i in range(values):
             v[i] *= scale
         for w in range(words):
@@ -131,7 +134,7 @@ def causal_softmax(xp, scores, out, starts, offsets, *, group, first, queries, k
 
     Row r of a batch is query first + r // group. Query t of sequence b sees key j iff
     starts[b, t] <= j <= offsets[b] + t. starts: (B, queries) int32, None = 0.  offsets: (B,) int32,
-    None = 0.  out may be scores; invisible keys get 0; every row must see a key.
+    None = 0.  out may be scores; invisible keys get 0, so a row that sees none is 0.
     """
     rows, keys = flat_rows(scores), scores.shape[-1]
     starts, offsets = _contiguous(xp, starts), _contiguous(xp, offsets)

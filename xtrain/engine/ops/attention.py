@@ -5,7 +5,7 @@
 q, y: (B, H, T, Dh).  k, v: (B, Hk, S, Dh).  Query i of row b sits at position offsets[b] + i and
 sees key j iff starts[b, i] <= j <= offsets[b] + i.
 starts: (B, T) int32, first visible key, or None for 0.  offsets: (B,) int32, cached tokens before
-the queries, or None for 0.  Scores, softmax and sums in at least fp32; y has q's dtype.
+the queries, or None for 0.  A query that sees no key has y = 0 and gives no gradient.  Scores, softmax and sums in at least fp32; y has q's dtype.
 The gradient of a key-value head is the sum over its group of query heads, in head order.
 Sources: Vaswani et al., arXiv:1706.03762; Ainslie et al. (grouped queries), arXiv:2305.13245.
 """
@@ -47,8 +47,10 @@ def forward(xp, q, k, v, starts, offsets):
     k32, v32 = upcast(k)[:, :, None], upcast(v)[:, :, None]  # (B, Hk, 1, S, Dh)
     scores = xp.matmul(q5, k32.swapaxes(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
     scores = xp.where(visible(xp, q, k, starts, offsets), scores, -xp.inf)
-    p = xp.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    peak = scores.max(-1, keepdims=True)
+    p = xp.exp(scores - xp.where(peak == -xp.inf, xp.zeros_like(peak), peak))
+    total = p.sum(-1, keepdims=True)
+    p /= xp.where(total == 0, xp.ones_like(total), total)
     y = xp.matmul(p, v32).reshape(q.shape)
     return y.astype(q.dtype, copy=False), (q, k, v, p)
 
@@ -96,6 +98,8 @@ attention = Op(
         Sample(
             "documents", (*_heads(2, 2, 1, 11, 11, 4), Spec((2, 11), "starts"), None), reduced=11
         ),
+        # Starts anywhere, so some queries see no key.
+        Sample("blind", (*_heads(2, 2, 1, 11, 11, 4), Spec((2, 11), "ids", 40), None), reduced=11),
         Sample("cached", (*_heads(2, 4, 2, 3, 9, 4), None, Spec((2,), "ids", 7)), reduced=9),
     ),
     bench=bench,
