@@ -3,6 +3,7 @@
 schema.py    the types of every key
 compose.py   YAML and overrides -> RunConfig
 bars.py      the bars of phases and runs, whose they are and for which data
+plugins.py   what a file may ask of Hydra itself
 rules.py     which values make sense, what each device can do
 identity.py  fingerprint and axes
 messages.py  Hydra's refusals in one line

@@ -25,10 +25,12 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers.oc import env
 from yaml import YAMLError
 
 from xtrain.config.files import conf_dir
 from xtrain.config.messages import usage_error
+from xtrain.config.plugins import CheckedLoader
 from xtrain.config.rules import check_run
 from xtrain.config.schema import RunConfig
 from xtrain.errors import UsageError
@@ -65,7 +67,7 @@ def compose_with(app: Hydra, overrides: Sequence[str]) -> DictConfig:
 
 def load_run(cfg: DictConfig) -> RunConfig:
     """Check every key, type and rule, and freeze. Raises UsageError of one line."""
-    with one_line_errors():
+    with one_line_errors(), environment_unread():
         plain = OmegaConf.to_container(cfg, resolve=True)
         # Merged anew into the bare schema: a key appended with + has no place there.
         run = OmegaConf.to_object(OmegaConf.merge(schema_of(RunConfig), plain))
@@ -102,7 +104,7 @@ def read_tree(path: str | Path) -> dict:
 def read_part(kind: type, path: Path, key: str | None = None):
     """What stands under a key of a file, or all of it, as a dataclass. Raises UsageError."""
     tree = read_tree(path) if key is None else read_tree(path).get(key, {})
-    with one_line_errors():
+    with one_line_errors(), environment_unread():
         return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
 
 
@@ -154,7 +156,10 @@ def hydra_app(config_dir: str | None = None, conf: Path | None = None) -> Iterat
     shared = GlobalHydra.instance()
     outer, shared.hydra = shared.hydra, None
     try:
-        yield Hydra.create_main_hydra2("xtrain", search_path)
+        app = Hydra("xtrain", CheckedLoader(config_search_path=search_path))
+        shared.initialize(app)
+        with environment_unread():
+            yield app
     finally:
         shared.hydra = outer
 
@@ -191,3 +196,20 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise usage_error(error) from error
+
+
+@contextmanager
+def environment_unread() -> Iterator[None]:
+    """Refuse `${oc.env:NAME}`: every value of a run is written to config.yaml, sent to MLflow."""
+
+    def refuse(name: str = "NAME", default: str | None = None):
+        raise UsageError(
+            f"${{oc.env:{name}}}: a configuration does not read the environment, because its "
+            f'values are recorded; let the shell put it in, KEY="${name}"'
+        )
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)

@@ -38,12 +38,22 @@ def usage_error(error: Exception) -> UsageError:
             "cannot read this: a key is not well-formed; keys are as in train.seq_len"
         )
     cause = error if error.__cause__ is None else error.__cause__
+    refused = _refusal_inside(error)
+    if refused is not None:
+        return refused
     for explain in (_choice, _key, _sweep, _syntax, _missing, _value):
         message = explain(error, cause)
         if message:
             return UsageError(message)
     said = _joined(error if cause is error else f"{error}: {cause}")
     return UsageError(said or f"Hydra cannot read this: {type(error).__name__}")
+
+
+def _refusal_inside(error: BaseException | None) -> UsageError | None:
+    """Our own refusal, raised in the middle of a composition, that Hydra wrapped in its own."""
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def unknown_key(key: str) -> str:

@@ -24,7 +24,13 @@ import numpy as np
 
 from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
 from xtrain.data.sources import SOURCES, Source, open_source
-from xtrain.data.split import choose, hold_out, leave_out_tail, utf8_bytes
+from xtrain.data.split import (
+    LEAST_AND_MOST_HELD_OUT,
+    choose,
+    hold_out,
+    leave_out_tail,
+    utf8_bytes,
+)
 from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
@@ -52,7 +58,7 @@ class DataConfig:
                         their text, in bounded memory. None: as the source has them, streamed
     shards              hub sources: only the first n parquet files. None: all
     revision            hub sources: branch, tag or commit
-    heldout_fraction    share of the documents held out, 0 < f <= 0.5
+    heldout_fraction    share of the documents held out, 0.0001 <= f <= 0.5
     heldout_tokens      stop holding out documents once this many tokens are held out. None: never
     reserved_tail_tokens
                         leave out the last documents, which hold so many tokens: an evaluation set
@@ -129,6 +135,7 @@ def data_fingerprint(cfg: DataConfig) -> str:
 
 def check_config(cfg: DataConfig) -> None:
     """Raise UsageError for values that no source accepts; touches no file."""
+    least, most = LEAST_AND_MOST_HELD_OUT
     hub = cfg.source in ("tinystories", "fineweb_edu")
     rules = [
         (cfg.source in SOURCES, "source", f"use one of {', '.join(SOURCES)}"),
@@ -138,7 +145,11 @@ def check_config(cfg: DataConfig) -> None:
         (cfg.order_seed is None or 0 <= cfg.order_seed < 2**63, "order_seed", "use 0 or more"),
         (cfg.shards is None or cfg.shards > 0, "shards", "use a positive number"),
         (cfg.shards is None or hub, "shards", "only tinystories and fineweb_edu have shards"),
-        (0 < cfg.heldout_fraction <= 0.5, "heldout_fraction", "use more than 0 and at most 0.5"),
+        (
+            least <= cfg.heldout_fraction <= most,
+            "heldout_fraction",
+            f"use at least {least:g} and at most {most:g}",
+        ),
         (cfg.heldout_tokens is None or cfg.heldout_tokens > 1, "heldout_tokens", "use 2 or more"),
         ((cfg.reserved_tail_tokens or 1) > 0, "reserved_tail_tokens", "use a positive number"),
         (cfg.workers >= 0, "workers", "use 0 (one a core) or more"),

@@ -23,6 +23,9 @@ import numpy as np
 
 from xtrain.data.order import by_hash
 
+# Until it is known that there are as many, 1 / fraction documents are held.
+LEAST_AND_MOST_HELD_OUT = (1e-4, 0.5)
+
 
 def choose(
     documents: Iterable[str],

@@ -22,3 +22,22 @@ class Qwen3Config:
     rope_theta: float = 10000.0  # base of the RoPE wavelengths, in positions
     tie_word_embeddings: bool = False  # whether the head is the embedding itself
     initializer_range: float = 0.02  # standard deviation of the initial matrices
+
+
+# The least and the most that each size can be: beyond any such model, small enough to count with.
+SIZES = {
+    "hidden_size": (1, 1 << 17),
+    "intermediate_size": (1, 1 << 20),
+    "num_hidden_layers": (1, 1 << 12),
+    "num_attention_heads": (1, 1 << 12),
+    "num_key_value_heads": (1, 1 << 12),
+    "head_dim": (2, 1 << 12),
+    "max_position_embeddings": (1, 1 << 24),
+    "vocab_size": (1, 1 << 22),
+}
+# The same of the numbers; all have a float32 whose inverse and square have one, too.
+NUMBERS = {
+    "rms_norm_eps": (1e-18, 1.0),
+    "rope_theta": (1e-3, 1e12),
+    "initializer_range": (1e-18, 1e3),
+}

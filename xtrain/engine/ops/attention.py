@@ -5,7 +5,8 @@
 q, y: (B, H, T, Dh).  k, v: (B, Hk, S, Dh).  Query i of row b sits at position offsets[b] + i and
 sees key j iff starts[b, i] <= j <= offsets[b] + i.
 starts: (B, T) int32, first visible key, or None for 0.  offsets: (B,) int32, cached tokens before
-the queries, or None for 0.  A query that sees no key has y = 0 and gives no gradient.  Scores, softmax and sums in at least fp32; y has q's dtype.
+the queries, or None for 0.  A query that sees no key has y = 0 and gives no gradient.
+Scores, softmax and sums in at least fp32; y has q's dtype.
 The gradient of a key-value head is the sum over its group of query heads, in head order.
 Sources: Vaswani et al., arXiv:1706.03762; Ainslie et al. (grouped queries), arXiv:2305.13245.
 """

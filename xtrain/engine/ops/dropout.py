@@ -11,8 +11,8 @@ from xtrain.engine.op import Implementation, Op, Sample, Spec, normal
 
 
 def check(x, key, *, p, site):
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout: p must be in [0, 1), got {p}")
+    if not 0 <= p <= 1 - 2**-32:  # above, the bound of the 32 random bits does not fit into them
+        raise ValueError(f"dropout: p must be in [0, 1 - 2^-32], got {p}")
 
 
 def keep_mask(xp, shape, size, key, p, site):
