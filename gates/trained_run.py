@@ -39,7 +39,7 @@ from xtrain.errors import UsageError
 from xtrain.models.counts import count_parameters
 from xtrain.models.hf_import import differing_tensors
 from xtrain.track.registry import export_digest
-from xtrain.track.run_dir import all_runs, read_metrics
+from xtrain.track.run_dir import all_runs, read_metrics, value_of
 from xtrain.train import checkpoint
 
 OF_TRAINING = (
@@ -206,7 +206,7 @@ def _records(path: Path, run: RunConfig) -> tuple[int, int]:
     evaluated = [record["step"] for record in read_metrics(path / "metrics.jsonl", "eval")]
     doubled = len(records) - len(logged) + len(evaluated) - len(set(evaluated))
     missing = len(logged.symmetric_difference(wanted)) + doubled
-    return missing, sum(not math.isfinite(record["loss"]) for record in records)
+    return missing, sum(not math.isfinite(value_of(record, "loss")) for record in records)
 
 
 def _export_differences(run: RunConfig, learner: Learner, export: Path) -> Measured:

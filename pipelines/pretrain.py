@@ -17,7 +17,7 @@ from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.engine.device import Device
 from xtrain.errors import Interrupted
 from xtrain.infer.generate import generate
-from xtrain.track.run_dir import RunDir, read_metrics
+from xtrain.track.run_dir import RunDir, read_metrics, value_of
 from xtrain.train import checkpoint, loop
 from xtrain.train.evaluate import Evaluation
 
@@ -33,7 +33,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
     step = training_step(run, learner)
     held_out = eval_windows(run, prepared)
     facts = {"run": run.name, "config": config_fingerprint(run), "data": prepared.fingerprint}
-    losses = {r["step"]: r["loss"] for r in read_records(out, "eval")}
+    losses = {r["step"]: value_of(r, "loss") for r in read_records(out, "eval")}
     _end_if_asked(stop)  # while the directory was made, or MLflow imported
 
     with Progress(run.train.total_steps, start) as progress:

@@ -1,7 +1,9 @@
 """Whole runs of a tiny model from the command line: promoted, refused, killed, resumed, wrong."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -238,3 +240,34 @@ def test_metrics_hold_every_step_once_and_tokens_match_the_clock(here):
     assert [r["step"] for r in train] == list(range(1, 31))
     assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 10, 20, 30]
     assert train[-1]["tokens"] == 1920
+
+
+@pytest.mark.slow
+def test_with_a_server_the_last_line_on_stdout_is_the_verdict(here, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    store = ["--backend-store-uri", "sqlite:///server.db", "--artifacts-destination", "served"]
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    with subprocess.Popen([*command, *store], start_new_session=True) as server:
+        try:
+            deadline = time.monotonic() + 120
+            while not answers(port):
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            command = [sys.executable, "-m", "pipelines", "--config-dir", CONF, "run=tiny"]
+            command += ["data.path=text.txt", "device=cpu"]
+            done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+    assert done.returncode == 0
+    last = "tiny PASS: promoted as models:/xtrain-tiny@promoted version 1"
+    assert done.stdout.splitlines()[-1] == last
+    assert "http://" not in done.stdout + done.stderr
+    assert not (here / "mlflow.db").exists()
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0

@@ -17,7 +17,7 @@ import xtrain
 from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.mlflow_copy import read_note
 from xtrain.track.mlflow_store import open_store
-from xtrain.track.registry import register_owed
+from xtrain.track.registry import Grant, register_owed
 from xtrain.track.resume import continue_run
 from xtrain.track.run_dir import load_run, open_run
 from xtrain.track.store_address import store_uri
@@ -252,7 +252,8 @@ def test_a_foreign_run_directory_names_no_server_to_talk_to(here, foreign_server
 
     assert reap_stale(here / "outputs") == [stale.path]
     assert catch_up(here / "outputs") == []
-    assert register_owed(here / "outputs") == []
+    granted = Grant({"a": "b"}, is_newest=True)
+    assert register_owed(here / "outputs", lambda run: granted) == []
 
     assert foreign_server.asked == []
 

@@ -13,6 +13,7 @@ from xtrain.config.compose import compose, resolved_yaml
 from xtrain.config.compose import load_run as composed_run
 from xtrain.errors import UsageError
 from xtrain.track.machine import process_mark
+from xtrain.track.mirror import reap_stale
 from xtrain.track.resume import (
     choose_run,
     continue_run,
@@ -174,6 +175,33 @@ def test_going_on_takes_the_run_over_and_redoes_no_record_twice(tmp_path):
     manifest = load_run(run.path).manifest
     assert manifest["status"] == "RUNNING" and manifest["ended"] is None
     assert [(r["from_step"], r["was"]) for r in manifest["resumes"]] == [(3, "KILLED")]
+
+
+def leave_behind(run):
+    """Half-written files, as a kill leaves them."""
+    (run.path / ".export.writing-7").mkdir()
+    (run.path / ".export.writing-7" / "model.safetensors").write_text("x")
+    (run.path / "checkpoints" / ".writing-5-7").mkdir(parents=True)
+    (run.path / ".manifest.json.abcd.tmp").write_text("{")
+
+
+def left(run):
+    return [path.name for path in run.path.rglob(".*") if path.name != ".lock"]
+
+
+def test_going_on_sweeps_what_the_dead_process_left_half_written(tmp_path):
+    run = ended(tmp_path, "KILLED")
+    leave_behind(run)
+    continue_run(take_over(run), from_step=0, facts={})
+    assert left(run) == []
+
+
+def test_a_dead_run_that_is_marked_is_swept_and_a_living_one_is_not(tmp_path):
+    living, dead = make_run(tmp_path, CONFIG), orphan(make_run(tmp_path, CONFIG))
+    leave_behind(living)
+    leave_behind(dead)
+    reap_stale(tmp_path)
+    assert left(dead) == [] and len(left(living)) == 3
 
 
 def test_a_run_can_be_taken_over_only_once(tmp_path):

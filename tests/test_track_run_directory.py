@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +190,7 @@ def test_a_line_broken_in_the_middle_is_named(tmp_path):
 
 CHILD = """
 import sys
+import time
 from xtrain.track.run_dir import open_run
 run = open_run(sys.argv[1], "v0", "t6", {"seed": 1}, config_text="", fingerprints={}, facts={})
 step = 0
@@ -262,6 +264,16 @@ def test_files_are_replaced_whole(tmp_path):
     run.write_json("gates.json", {"verdict": "FAIL"})
     assert json.loads((run.path / "gates.json").read_text()) == {"verdict": "FAIL"}
     assert not list(Path(run.path).glob(".*.tmp"))
+
+
+def test_what_dead_processes_left_of_a_file_goes_with_its_next_writing(tmp_path):
+    run = make_run(tmp_path)
+    abandoned, fresh = (run.path / f".gates.json.{name}.tmp" for name in ("a", "b"))
+    for each in (abandoned, fresh):
+        each.write_text("{")
+    os.utime(abandoned, (time.time() - 7200, time.time() - 7200))
+    run.write_json("gates.json", {})
+    assert fresh.exists() and not abandoned.exists()
 
 
 def test_a_failed_replacement_leaves_the_old_file_and_no_temporary_one(tmp_path):

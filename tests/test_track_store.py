@@ -21,7 +21,7 @@ from xtrain.errors import UsageError
 from xtrain.track.mirror import catch_up
 from xtrain.track.mlflow_copy import read_note
 from xtrain.track.mlflow_store import open_store
-from xtrain.track.registry import model_directory, register_owed
+from xtrain.track.registry import Grant, model_directory, register_owed
 from xtrain.track.store_address import check_store, sqlite_path, store_uri
 
 CHILD_ENV = {**os.environ, "PYTHONPATH": str(Path(xtrain.__file__).resolve().parents[1])}
@@ -317,9 +317,12 @@ def test_a_replaced_database_is_filled_again_from_the_run_directories(here):
     copy = client.get_run(read_note(Path(path))["run_id"])
     assert copy.info.run_id != first and copy.info.status == "FINISHED"
     assert copy.data.metrics == {"train/loss": 0.5}
-    assert [str(each) for each in register_owed(here / "outputs")] == [path]
+    granted = Grant({"xtrain.verdict": "PASS"}, is_newest=True)
+    paid = register_owed(here / "outputs", lambda run: granted)
+    assert [str(each) for each in paid] == [path]
     assert (model_directory("models:/xtrain-v0@promoted") / "config.json").read_text() == "{}"
-    assert catch_up(here / "outputs") == [] and register_owed(here / "outputs") == []
+    assert catch_up(here / "outputs") == []
+    assert register_owed(here / "outputs", lambda run: granted) == []
     assert len(leftovers(here)) == 1
 
 

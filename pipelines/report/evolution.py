@@ -11,6 +11,7 @@ their directories, which MLflow mirrors. Nothing here measures anything.
 import argparse
 import base64
 import html
+import math
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gates.judging.judge import NOT_MEASURED, CheckResult
 from gates.judging.ledger import Ledger
 from gates.judging.measure import Bench, Standing, standing
 from gates.judging.table import show_bar, show_value
+from pipelines.report.plots import new_figure, tokens_per_step
 from xtrain.config.bars import gate_checks
 from xtrain.config.compose import load_saved
 from xtrain.config.files import choices
@@ -26,7 +28,7 @@ from xtrain.config.schema import RunConfig
 from xtrain.errors import UsageError
 from xtrain.models.counts import count_parameters
 from xtrain.track.mlflow_copy import read_note
-from xtrain.track.run_dir import RunDir, all_runs, read_metrics, write_atomically
+from xtrain.track.run_dir import RunDir, all_runs, read_metrics, value_of, write_atomically
 
 PHASES = ("phase", "what", "cpu", "cuda", "measured against its bars (the original's figure)")
 RUNS = (
@@ -61,11 +63,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_report(root: Path, out: Path) -> list[Path]:
-    """Write the three files into `out`; returns their paths. Raises UsageError."""
+    """Write the three files into `out`; returns their paths. Raises UsageError.
+
+    A run whose files cannot be read is said on stderr and left out.
+    """
     ledger = Ledger.of(root)
     phases = phase_rows(root, ledger)
-    runs = [run for run in all_runs(root) if (run.path / "metrics.jsonl").exists()]
-    rows = [run_row(run, ledger) for run in runs]
+    rows, runs = [], []
+    for run in all_runs(root, say=_say):
+        if (run.path / "metrics.jsonl").exists():
+            try:
+                rows.append(run_row(run, ledger))
+                runs.append(run)
+            except UsageError as error:
+                _say(f"{error}; the run is left out")
     out.mkdir(parents=True, exist_ok=True)
     picture = plot_losses(runs, out / "losses.png")
     page = write_atomically(out / "evolution.md", _markdown(phases, rows))
@@ -98,14 +109,15 @@ def run_row(run: RunDir, ledger: Ledger) -> tuple[str, ...]:
     train = read_metrics(run.path / "metrics.jsonl", "train")
     held_out = read_metrics(run.path / "metrics.jsonl", "eval")
     last = train[-1] if train else {"tokens": 0, "epoch": 0.0}
-    speeds = sorted(record["tok_s"] for record in train) or [0.0]
+    tokens, epochs = value_of(last, "tokens"), value_of(last, "epoch")
+    speeds = sorted(v for r in train if math.isfinite(v := value_of(r, "tok_s"))) or [0.0]
     return (
         f"{config.name} / {config.phase.name}",
         f"{_architecture(config)}: {_millions(counts.core)} / {_millions(counts.total)}",
-        f"{config.data.name}: {_millions(last['tokens'])}, {last['epoch']:.2f}",
+        f"{config.data.name}: {_millions(tokens)}, {epochs:.2f}",
         f"{config.features.precision}, lr {config.optim.lr:g}, seed {config.seed}",
         f"{config.device}, {speeds[len(speeds) // 2]:,.0f}",
-        f"{held_out[-1]['loss']:.4f}" if held_out else "",
+        f"{value_of(held_out[-1], 'loss'):.4f}" if held_out else "",
         _promotion(run, ledger),
         f"{run.path.name} {read_note(run.path).get('run_id') or ''}".strip(),
     )
@@ -113,19 +125,17 @@ def run_row(run: RunDir, ledger: Ledger) -> tuple[str, ...]:
 
 def plot_losses(runs: list[RunDir], path: Path) -> Path:
     """Held-out loss over tokens, one line a run."""
-    from matplotlib.figure import Figure  # takes a second to import
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = new_figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for run in runs:
         train = read_metrics(run.path / "metrics.jsonl", "train")
         held_out = read_metrics(run.path / "metrics.jsonl", "eval")
         if not train or not held_out:
             continue
-        per_step = train[-1]["tokens"] / train[-1]["step"]
+        per_step = tokens_per_step(train)
         axes.plot(
             [record["step"] * per_step for record in held_out],
-            [record["loss"] for record in held_out],
+            [value_of(record, "loss") for record in held_out],
             marker=".",
             label=f"{run.manifest['run']} {run.id}",
         )
@@ -134,6 +144,10 @@ def plot_losses(runs: list[RunDir], path: Path) -> Path:
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     return path
+
+
+def _say(line: str) -> None:
+    print(f"xtrain-report: {line}", file=sys.stderr)
 
 
 def _known(file: GateFile | None, root: Path, ledger: Ledger, device: str) -> Standing | None:

@@ -101,6 +101,7 @@ def continue_run(run: RunDir, *, from_step: int, facts: Mapping[str, object]) ->
         },
     ]
     run.update(status=RUNNING, ended=None, resumes=resumes, **identity())
+    run.sweep()
     run.truncate_after(from_step or -1)  # the evaluation of step 0 is made again too
     return run
 
@@ -118,6 +119,7 @@ def mark_killed(run: RunDir) -> bool:
     except UsageError:
         return False
     run.set_status("KILLED")
+    run.sweep()
     return True
 
 

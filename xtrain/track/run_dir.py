@@ -13,11 +13,14 @@ The directory is the source of truth; MLflow (`xtrain.track.mirror`) only reads 
 Every other file is written to a temporary name, synced and renamed.
 """
 
+import contextlib
 import errno
+import glob
 import json
 import math
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -39,6 +42,7 @@ from xtrain.typed_json import (
     read_json,
 )
 
+ABANDONED_S = 3600
 RUNNING = "RUNNING"
 ENDED = ("FINISHED", "FAILED", "KILLED")
 MANIFEST = {
@@ -145,6 +149,15 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
+    def sweep(self) -> None:
+        """Delete what a process that died left half-written. The caller has the run to itself."""
+        for pattern in (".*.tmp", ".*.writing-*", "checkpoints/.writing-*"):
+            for leftover in self.path.glob(pattern):
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the metrics file and let go of the directory; `log` and `own` take them again."""
         self._close_metrics()
@@ -225,6 +238,12 @@ def read_record(line: bytes) -> dict:
     return record
 
 
+def value_of(record: Mapping, name: str) -> float:
+    """A value of a record; NaN when it has none."""
+    value = record.get(name)
+    return value if isinstance(value, int | float) else math.nan
+
+
 def load_run(path: str | Path) -> RunDir:
     """Open an existing run directory. Raises UsageError when it has no readable manifest.json."""
     path = Path(path)
@@ -268,6 +287,7 @@ def write_atomically(path: Path, text: str) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep_older(path)
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -278,6 +298,14 @@ def write_atomically(path: Path, text: str) -> Path:
         temporary.unlink(missing_ok=True)
         raise write_error(path, error) from error
     return path
+
+
+def _sweep_older(path: Path) -> None:
+    """Delete what processes that died left of this file: nobody writes one for an hour."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+            if time.time() - leftover.stat().st_mtime > ABANDONED_S:
+                leftover.unlink()
 
 
 def now() -> str:
