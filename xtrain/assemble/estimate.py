@@ -18,7 +18,7 @@ from xtrain.models.config import Qwen3Config
 from xtrain.models.counts import count_parameters, flops_per_token
 
 VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
-# What exists at once in the chunked loss: tokens on a CPU, bytes of fp32 logits on a GPU.
+# What exists at once in the chunked loss: tokens on a CPU, bytes of logits on a GPU.
 LOSS_TOKENS, LOSS_BYTES = 128, 1 << 30
 QUERY_BLOCKS, LEAST_QUERIES = 4, 128  # of composed attention on a GPU
 # Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
@@ -34,7 +34,7 @@ class Memory:
     gradients: int  # fp32
     moments: int  # two, fp32
     activations: int  # what backward needs, of one micro-batch
-    logits: int  # of the chunks that exist at once, and their gradient
+    logits: int  # of the chunks that exist at once; their gradient takes their place
     backward: int  # of one block: what it makes again, and its widest point
     scattered: int  # in a pool's blocks that fit neither the loss nor backward
 
@@ -194,12 +194,12 @@ def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> in
 
 
 def _logit_bytes(config: Qwen3Config, tokens: int, device_class: str, bf16: bool) -> int:
-    """Bytes of a chunk's logits, which their gradient overwrites; in bf16 it lies beside them."""
-    vocabulary = padded_vocab(config)
+    """Bytes of a chunk's logits, which their gradient overwrites."""
+    vocabulary, size = padded_vocab(config), 2 if bf16 else 4
     most = LOSS_TOKENS
     if device_class == "cuda":
-        most = 1 << (max(LOSS_BYTES // (4 * vocabulary), 1).bit_length() - 1)
-    return min(tokens, most) * vocabulary * (6 if bf16 else 4)
+        most = 1 << (max(LOSS_BYTES // (size * vocabulary), 1).bit_length() - 1)
+    return min(tokens, most) * vocabulary * size
 
 
 def _smaller(run: RunConfig, remat: str) -> Iterator[RunConfig]:

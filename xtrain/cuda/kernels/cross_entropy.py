@@ -2,11 +2,17 @@
 
     logp = z[target] - log sum exp z,   dz = coefficient (softmax(z) - onehot(target))
 
-over the first `vocab_size` columns; the columns beyond are padding and get gradient 0. One block a
-row: the first pass keeps a running maximum and sum a thread, the second reads the row again while
-it is still in the second-level cache and writes the gradient. Arithmetic is fp32.
-Bytes a logit of s bytes, gradient of r: s + r (and s from the cache). The loss is the sum of the
-rows' log-probabilities, by one block.
+over the first `vocab_size` columns; the columns beyond are padding and get gradient 0. Arithmetic is
+fp32. Two kernels:
+
+    held in shared memory   `cross_entropy.cu`, bf16 logits and gradient: a row is read once, and the
+                            next ones arrive meanwhile
+    one block a row         Numba, any dtype and length: the first pass keeps a running maximum and
+                            sum a thread, the second reads the row again while it is still in the
+                            second-level cache and writes the gradient
+
+Bytes a logit of s bytes, gradient of r: s + r (the second kernel s more from the cache). The loss is
+the sum of the rows' log-probabilities, by one block.
 """
 
 import functools
@@ -15,10 +21,12 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, float64, int64
 
+from xtrain.cuda.compile import nvrtc
 from xtrain.cuda.compile.launch import SIMULATED, Kernel, i64, pointer
 from xtrain.cuda.parts.block import row_max, row_sum
 from xtrain.cuda.parts.formula import LOG2_E, exp2, log2
-from xtrain.cuda.parts.words import access, are_aligned, scalar_access
+from xtrain.cuda.parts.words import WORD_BYTES, access, are_aligned, scalar_access
+from xtrain.engine.dtype import bfloat16
 
 MOST_THREADS = 1024  # one block a multiprocessor: its row stays in the second-level cache
 VALUES = 16  # fp32 values in flight a thread; more would not fit the registers of 1024 threads
@@ -27,6 +35,8 @@ SUM_THREADS = 64 if SIMULATED else 512
 sum_of_block = row_sum(SUM_THREADS)
 LOG2E, LN2 = np.float32(LOG2_E), np.float32(1 / LOG2_E)
 LOWEST = np.float32(-3.0e38)  # below every logit, and its difference from one is finite
+HELD_BYTES = 100_864  # of a row in shared memory; a block of every GPU from sm_80 on has 99 KiB
+HELD_THREADS = 512  # of a block at most: two blocks a multiprocessor, 64 registers a thread
 
 
 @functools.cache
@@ -101,12 +111,55 @@ def cross_entropy_rows(xp, logits, targets, coefficient, logp, dlogits, *, vocab
     rows, columns = logits.shape
     out = logits if dlogits is None else dlogits
     aligned = are_aligned(columns, logits, out)
+    if dlogits is not None and _can_be_held(logits, out, aligned):
+        _held_rows(logits, targets, coefficient, logp, out, vocab_size)
+        return
     threads = 32
     while threads < MOST_THREADS and threads * VALUES < columns:
         threads *= 2
     kernel = rows_kernel(logits.dtype, out.dtype, aligned, threads, dlogits is not None)
-    pitch = 0 if coefficient is None or coefficient.ndim == 0 else 1
+    pitch = _pitch(coefficient)
     kernel(rows, logits, targets, coefficient, logp, dlogits, columns, vocab_size, pitch)
+
+
+def _pitch(coefficient) -> int:
+    """Elements from one row's coefficient to the next."""
+    return 0 if coefficient is None or coefficient.ndim == 0 else 1
+
+
+def _can_be_held(logits, dlogits, aligned: bool) -> bool:
+    """Whether the kernel in CUDA C++ takes these rows; it has no form for the simulator."""
+    is_bf16 = logits.dtype == dlogits.dtype == bfloat16
+    return is_bf16 and aligned and not SIMULATED and logits.shape[1] * 2 <= HELD_BYTES
+
+
+def _held_rows(logits, targets, coefficient, logp, dlogits, vocab_size: int) -> None:
+    rows, columns = logits.shape
+    if rows == 0:
+        return
+    import cupy
+
+    words = columns * logits.itemsize // WORD_BYTES
+    threads = min(-(-words // 32) * 32, HELD_THREADS)
+    device = cupy.cuda.runtime.getDevice()
+    kernel, blocks = _held_kernel(device, words, vocab_size, threads)
+    arguments = (logits, targets, coefficient, logp, dlogits)
+    counts = (np.int32(rows), np.int32(_pitch(coefficient)))
+    kernel(
+        (min(rows, blocks),), (threads,), (*arguments, *counts), shared_mem=words * WORD_BYTES
+    )
+
+
+@functools.cache
+def _held_kernel(device: int, words: int, vocab_size: int, threads: int):
+    """The kernel on a GPU, and how many of its blocks run there at once."""
+    import cupy
+
+    defines = (f"WORDS={words}", f"VOCAB={vocab_size}", f"THREADS={threads}")
+    kernel = nvrtc.function("cross_entropy.cu", "cross_entropy", defines)
+    kernel.max_dynamic_shared_size_bytes = words * WORD_BYTES
+    multiprocessors = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    return kernel, 2 * multiprocessors
 
 
 def negated_sum(logp, scale, loss, rows):

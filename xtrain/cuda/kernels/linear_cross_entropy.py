@@ -1,10 +1,14 @@
 """The head's product and cross-entropy on the GPU, a chunk of rows at a time.
 
-For each chunk: logits (product, fp32), log-probabilities of the targets and the logits' gradient
-(one kernel), the rows' gradient (product), the weight's gradient (product, added to its fp32
-buffer). With fp32 operands the gradient takes the logits' place; with bf16 operands it is bf16
-beside them, because the two products that read it run on tensor cores. A chunk is let go before the
-next one is made.
+For each chunk: logits (product), log-probabilities of the targets and the logits' gradient in the
+logits' place (one kernel), the rows' gradient (product), the weight's gradient (product, added to
+its fp32 buffer). A chunk is let go before the next one is made.
+
+Where gradients are made, logits have the operands' dtype: with bf16 they are rounded once, as every
+other activation is, and their gradient, which is bf16 anyway for the tensor cores, takes their
+place: 2 bytes a logit read and 2 written where fp32 logits cost 4 written, 4 read and 2 written.
+Where only log-probabilities are asked for (evaluation, sampling) logits are fp32. Softmax and sums
+are fp32 in both.
 
 Rows whose target is ignored are computed too and contribute nothing: which rows those are is known
 only on the device. The words beyond vocab_size are padding and get zeros.
@@ -15,7 +19,6 @@ import numpy as np
 from xtrain.cuda.gemm import as_operand, gemm
 from xtrain.cuda.kernels.cross_entropy import cross_entropy_rows, scaled_loss
 from xtrain.cuda.kernels.linear import as_rows
-from xtrain.engine.dtype import float32
 from xtrain.engine.ops.linear_cross_entropy import (
     linear_cross_entropy,
     require_start,
@@ -23,7 +26,7 @@ from xtrain.engine.ops.linear_cross_entropy import (
 )
 from xtrain.engine.tensor import SEED
 
-LOGIT_BYTES = 1 << 30  # at most, of a chunk's fp32 logits: 4096 rows of 50304 words
+LOGIT_BYTES = 1 << 30  # at most, of a chunk's logits: 8192 rows of 50304 words in bf16, 4096 in fp32
 
 
 def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):
@@ -74,8 +77,8 @@ def _both_gradients(xp, x, weight, flat, coefficient, vocab_size, into):
 def _log_probabilities(xp, rows, weight, flat, vocab_size):
     """(N,) fp32 log-probabilities of the targets, 0 where ignored."""
     logp = xp.empty(flat.shape, np.float32)
-    for part in _chunks(rows, weight):
-        logits = _logits(xp, rows[part], weight)
+    for part in _chunks(rows, weight, np.dtype(np.float32)):
+        logits = _logits(xp, rows[part], weight, np.float32)
         cross_entropy_rows(xp, logits, flat[part], None, logp[part], None, vocab_size=vocab_size)
         del logits
     return logp
@@ -87,34 +90,27 @@ def _gradients(xp, rows, weight, flat, coefficient, vocab_size, dweight):
     coefficient: one a row, or () for all.
     """
     logp, drows = xp.empty(flat.shape, np.float32), xp.empty(rows.shape, rows.dtype)
-    for part in _chunks(rows, weight):
-        logits = _logits(xp, rows[part], weight)
-        in_place = rows.dtype == float32
-        dlogits = logits if in_place else xp.empty(logits.shape, rows.dtype)
+    for part in _chunks(rows, weight, rows.dtype):
+        logits = _logits(xp, rows[part], weight, rows.dtype)
+        factor = coefficient if coefficient.ndim == 0 else coefficient[part]
         cross_entropy_rows(
-            xp,
-            logits,
-            flat[part],
-            coefficient if coefficient.ndim == 0 else coefficient[part],
-            logp[part],
-            dlogits,
-            vocab_size=vocab_size,
+            xp, logits, flat[part], factor, logp[part], logits, vocab_size=vocab_size
         )
-        gemm(dlogits, weight, drows[part])
-        gemm(dlogits, rows[part], dweight, transpose_a=True, beta=1.0)
-        del logits, dlogits
+        gemm(logits, weight, drows[part])
+        gemm(logits, rows[part], dweight, transpose_a=True, beta=1.0)
+        del logits
     return logp, drows
 
 
-def _logits(xp, rows, weight):
-    logits = xp.empty((rows.shape[0], weight.shape[0]), np.float32)
+def _logits(xp, rows, weight, dtype):
+    logits = xp.empty((rows.shape[0], weight.shape[0]), dtype)
     gemm(rows, weight, logits, transpose_b=True)
     return logits
 
 
-def _chunks(rows, weight) -> list[slice]:
+def _chunks(rows, weight, dtype) -> list[slice]:
     """Slices of rows whose logits stay within LOGIT_BYTES, a power of two of them."""
-    most = max(LOGIT_BYTES // (4 * weight.shape[0]), 1)
+    most = max(LOGIT_BYTES // (dtype.itemsize * weight.shape[0]), 1)
     size = 1 << (most.bit_length() - 1)
     return [slice(start, start + size) for start in range(0, rows.shape[0], size)]
 

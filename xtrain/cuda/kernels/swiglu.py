@@ -10,7 +10,7 @@ from numba.types import float32
 
 from xtrain.cuda.compile.launch import Kernel, i64, pointer
 from xtrain.cuda.parts.formula import logistic
-from xtrain.cuda.parts.rows import IN_FLIGHT, Shape, flat_rows, shape_of
+from xtrain.cuda.parts.rows import Shape, flat_rows, spread_of
 from xtrain.cuda.parts.words import access
 from xtrain.engine.ops.swiglu import swiglu
 
@@ -75,7 +75,7 @@ def forward(xp, gate_up):
     gate_up = xp.ascontiguousarray(gate_up)
     columns, rows = gate_up.shape[-1] // 2, flat_rows(gate_up)
     y = xp.empty((*gate_up.shape[:-1], columns), gate_up.dtype)
-    shape = shape_of(columns, gate_up, y, values=IN_FLIGHT)
+    shape = spread_of(columns, gate_up, y)
     forward_kernel(gate_up.dtype, shape)(shape.grid(rows), gate_up, y, rows, columns)
     return y, gate_up
 
@@ -83,7 +83,7 @@ def forward(xp, gate_up):
 def backward(xp, dy, saved):
     dy, dgate_up = xp.ascontiguousarray(dy), xp.empty(saved.shape, saved.dtype)
     columns, rows = saved.shape[-1] // 2, flat_rows(saved)
-    shape = shape_of(columns, saved, dy, dgate_up, values=IN_FLIGHT)
+    shape = spread_of(columns, saved, dy, dgate_up)
     kernel = backward_kernel(saved.dtype, shape)
     kernel(shape.grid(rows), saved, dy, dgate_up, rows, columns)
     return (dgate_up,)

@@ -17,7 +17,7 @@ from xtrain.cuda.parts.words import are_aligned, width_of
 BLOCK = 64 if SIMULATED else 128
 MOST_THREADS = 512
 IN_REGISTERS = 40  # fp32 values of a row that a thread holds; three such rows fit without spilling
-IN_FLIGHT = 16  # the same for kernels without a reduction: a few loads a thread, many threads
+MOST_WORDS = 3  # that a thread holds of an array in a kernel without a reduction
 
 
 class Shape(NamedTuple):
@@ -43,22 +43,42 @@ class Shape(NamedTuple):
         return -(-rows // self.rows)
 
 
-def shape_of(width: int, *arrays, values: int = IN_REGISTERS) -> Shape:
+def shape_of(width: int, *arrays) -> Shape:
     """The geometry for rows of `width` elements in every one of the arrays that is not None.
 
     The first array's dtype sets the word; the others are read as many elements at a time as that.
-    values: elements that a thread may hold, unless the row needs more than 512 threads.
+    A thread holds IN_REGISTERS elements, unless the row needs more than 512 threads.
     """
-    return _shape(width, width_of(arrays[0].dtype), values, are_aligned(width, *arrays))
+    return _shape(width, width_of(arrays[0].dtype), are_aligned(width, *arrays))
 
 
 @functools.cache  # asked at every launch
-def _shape(width: int, word: int, values: int, aligned: bool) -> Shape:
+def _shape(width: int, word: int, aligned: bool) -> Shape:
     count = max(-(-width // word), 1)
     threads = WARP
-    while threads < MOST_THREADS and threads * (values // word) < count:
+    while threads < MOST_THREADS and threads * (IN_REGISTERS // word) < count:
         threads *= 2
     return Shape(threads, -(-count // threads), word, max(BLOCK // threads, 1), aligned)
+
+
+def spread_of(width: int, *arrays) -> Shape:
+    """As `shape_of` for kernels without a reduction: any number of whole warps may share a row.
+
+    Few words a thread and no idle ones: a row of 672 words takes 224 threads of 3.
+    """
+    return _spread(width, width_of(arrays[0].dtype), are_aligned(width, *arrays))
+
+
+@functools.cache
+def _spread(width: int, word: int, aligned: bool) -> Shape:
+    count = max(-(-width // word), 1)
+    least = -(-count // MOST_THREADS)
+    choices = range(least, max(least, MOST_WORDS) + 1)
+    taken = {words: -(-count // (words * WARP)) * WARP for words in choices}
+    # The fewest idle words; of equals two loads in flight before one, and one before three.
+    words = min(choices, key=lambda words: (taken[words] * words, abs(words - 2), words))
+    threads = taken[words]
+    return Shape(threads, words, word, max(BLOCK // threads, 1), aligned)
 
 
 def flat_rows(x) -> int:
