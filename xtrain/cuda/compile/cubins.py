@@ -42,6 +42,7 @@ def _key(kernel, capability) -> str:
     parts = (
         _sources(),
         kernel.block,
+        kernel.resident,
         str(kernel.signature),
         str(capability),
         _identity(kernel.fn, set()),

@@ -62,14 +62,16 @@ class Kernel:
     """A compiled-on-demand kernel: `kernel(grid, *args)` launches it.
 
     block: threads a block, always as many; the compiler gives each thread its share of registers.
+    resident: blocks that a multiprocessor should hold at once, which limits those; 0: no wish.
     signature: numba types, `pointer(dtype)` for arrays. Every array must be C-contiguous and of
     the pointer's dtype; None is a null pointer that the kernel must not read.
     """
 
-    def __init__(self, fn: Callable, block: int, *signature):
+    def __init__(self, fn: Callable, block: int, *signature, resident: int = 0):
         self.fn = fn
         self.name = f"xtrain_{fn.__name__}"
         self.block = block
+        self.resident = resident
         self.signature = signature
         self._layout = struct.Struct("".join(_FORMATS.get(kind, "P") for kind in signature))
         self._arrays = [(i, k.dtype.name) for i, k in enumerate(signature) if k not in _FORMATS]
@@ -116,7 +118,7 @@ class Kernel:
                 device=False,
                 abi="numba",
                 cc=capability,
-                launch_bounds=self.block,
+                launch_bounds=(self.block, self.resident) if self.resident else self.block,
             )
         mangled = re.search(r"\.visible \.entry (\w+)\(", text).group(1)
         return text.replace(mangled, self.name)

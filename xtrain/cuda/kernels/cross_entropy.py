@@ -2,17 +2,17 @@
 
     logp = z[target] - log sum exp z,   dz = coefficient (softmax(z) - onehot(target))
 
-over the first `vocab_size` columns; the columns beyond are padding and get gradient 0. Arithmetic is
-fp32. Two kernels:
+over the first `vocab_size` columns; the columns beyond are padding and get gradient 0. Arithmetic
+is fp32. Two kernels:
 
-    held in shared memory   `cross_entropy.cu`, bf16 logits and gradient: a row is read once, and the
-                            next ones arrive meanwhile
+    held in shared memory   `cross_entropy.cu`, bf16 logits and gradient: a row is read once, and
+                            the next one arrives meanwhile
     one block a row         Numba, any dtype and length: the first pass keeps a running maximum and
                             sum a thread, the second reads the row again while it is still in the
                             second-level cache and writes the gradient
 
-Bytes a logit of s bytes, gradient of r: s + r (the second kernel s more from the cache). The loss is
-the sum of the rows' log-probabilities, by one block.
+Bytes a logit of s bytes, gradient of r: s + r (the second kernel s more from the cache). The loss
+is the sum of the rows' log-probabilities, by one block.
 """
 
 import functools
@@ -145,9 +145,7 @@ def _held_rows(logits, targets, coefficient, logp, dlogits, vocab_size: int) -> 
     kernel, blocks = _held_kernel(device, words, vocab_size, threads)
     arguments = (logits, targets, coefficient, logp, dlogits)
     counts = (np.int32(rows), np.int32(_pitch(coefficient)))
-    kernel(
-        (min(rows, blocks),), (threads,), (*arguments, *counts), shared_mem=words * WORD_BYTES
-    )
+    kernel((min(rows, blocks),), (threads,), (*arguments, *counts), shared_mem=words * WORD_BYTES)
 
 
 @functools.cache

@@ -1,8 +1,10 @@
 """`qk_norm_rope`: per-head norm, rotation and head layout in one pass forward and one back.
 
-A block takes one token at a time: its first threads compute the cosines and sines of the token's
-position into shared memory, then groups of `lanes` threads take the token's heads in turn. A thread
-holds two pieces of a head, one of each half, so that the channels of a rotated pair meet in it.
+A block takes a tile of tokens: it puts the cosines and sines of their positions into shared memory,
+then each thread keeps one token and one pair of pieces of a head, one of each half, so that the
+channels of a rotated pair meet in it and its cosines, sines and gains stay in registers while it
+goes over the token's heads, queries first. `abreast` heads of a token lie side by side in a warp, so
+that 256 bytes in a row are read, and as many in a row written, head by head.
 Forward keeps 1 / rms of every q and k head, fp32. Backward leaves the gains' gradients as one
 partial row a block. Arithmetic is fp32; the frequencies are the reference's, bit for bit.
 
@@ -17,38 +19,64 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int64
 
-from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
-from xtrain.cuda.parts.block import WARP, column_scratch, column_sums, row_sum
+from xtrain.cuda.compile.launch import SIMULATED, Kernel, device_function, f32, i64, pointer
+from xtrain.cuda.parts.block import WARP, column_scratch, column_sums, row_sum, thread_index
 from xtrain.cuda.parts.formula import cosine, root, sine
-from xtrain.cuda.parts.partials import PARTS, weight_gradient
-from xtrain.cuda.parts.words import access, are_aligned, scalar_access, width_of
+from xtrain.cuda.parts.partials import weight_gradient
+from xtrain.cuda.parts.words import (
+    WORD_BYTES,
+    access,
+    are_aligned,
+    scalar_access,
+    width_of,
+)
 from xtrain.engine.ops.qk_norm_rope import qk_norm_rope
 
-MOST_THREADS = 256
+MOST_THREADS = 32 if SIMULATED else 256  # of a block
+SEGMENT_BYTES = 256  # of neighbouring heads of a token that a warp reads at once
+IN_TURN = 2  # heads whose loads a thread of forward has under way at once
+PARTS = 264  # blocks of backward at most: two a multiprocessor of an H200; fixed, as bits follow it
 
 
 class HeadShape(NamedTuple):
-    """How heads lie over a block: `lanes` threads a head with two pieces of `width` elements."""
+    """How heads lie over a block: `lanes` threads a head with two pieces of `width` elements.
+
+    abreast: heads of a token side by side.  tokens: of a tile.
+    """
 
     heads: int
     kv_heads: int
     half: int
     lanes: int
     width: int
-    block: int
+    abreast: int
+    tokens: int
     aligned: bool
 
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.abreast * self.tokens
 
-def head_shape(heads: int, kv_heads: int, head_dim: int, *arrays) -> HeadShape:
-    """The geometry for heads of `head_dim` (even) elements in all of the arrays."""
+
+def head_shape(heads: int, kv_heads: int, head_dim: int, count: int, *arrays) -> HeadShape:
+    """The geometry for `count` tokens with heads of `head_dim` (even) elements in all arrays."""
     half, word = head_dim // 2, width_of(arrays[0].dtype)
     aligned = are_aligned(half, *arrays)
-    pieces = half // word if aligned else half
-    lanes = min(math.gcd(pieces, WARP), WARP)
-    wanted = (heads + 2 * kv_heads) * lanes
-    block = min(-(-wanted // WARP) * WARP, MOST_THREADS)
-    block = 1 << (block - 1).bit_length()  # reductions pair threads by powers of two
-    return HeadShape(heads, kv_heads, half, lanes, half // lanes, block, aligned)
+    return _head_shape(heads, kv_heads, half, count, word, aligned)
+
+
+@functools.cache  # asked at every launch
+def _head_shape(heads, kv_heads, half, count, word, aligned) -> HeadShape:
+    lanes = math.gcd(half // word if aligned else half, WARP)
+    abreast = 1
+    while 4 * half * abreast * WORD_BYTES // word <= SEGMENT_BYTES and abreast < WARP // lanes:
+        abreast *= 2
+    tokens = max(MOST_THREADS // (lanes * abreast), 1)
+    # Few tokens are spread over more blocks, down to a warp each.
+    while tokens * lanes * abreast > WARP and -(-count // tokens) < PARTS:
+        tokens //= 2
+    return HeadShape(heads, kv_heads, half, lanes, half // lanes, abreast, tokens, aligned)
 
 
 @functools.cache
@@ -65,65 +93,87 @@ def frequencies(number: int, head_dim: int, theta: float, xp):
 
 
 @functools.cache
+def angles(shape: HeadShape):
+    """Device function (positions, frequency, first, tokens, cos, sin): the tables of a tile."""
+    half, block, size = shape.half, shape.block, shape.tokens * shape.half
+
+    @device_function
+    def fill(positions, frequency, first, tokens, cos, sin):
+        for i in range(thread_index(), size, block):
+            position = float32(positions[min(first + i // half, tokens - 1)])
+            cos[i] = cosine(position * frequency[i % half])
+            sin[i] = sine(position * frequency[i % half])
+
+    return fill
+
+
+@functools.cache
 def forward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
-    heads, kv_heads, half, lanes, width, block, aligned = shape
+    heads, kv_heads, half, lanes, width, abreast, tile, aligned = shape
     load, store = access(dtype, aligned, width)[1:]
     load_gain = scalar_access(gain_dtype)[0]
-    total = row_sum(lanes)
-    normed, every, groups = heads + kv_heads, heads + 2 * kv_heads, block // lanes
-    both = 2 * width
+    total, fill, block = row_sum(lanes), angles(shape), shape.block
+    normed, every = heads + kv_heads, heads + 2 * kv_heads
+    both, table, in_turn = 2 * width, tile * half, IN_TURN
+    held, stride = in_turn * both, in_turn * abreast
 
     def qk_norm_rope_forward(qkv, qw, kw, frequency, positions, q, k, v, rstd, tokens, T, eps):
         scratch = cuda.shared.array(block, float32)
-        cos = cuda.shared.array(half, float32)
-        sin = cuda.shared.array(half, float32)
-        x = cuda.local.array(both, float32)
-        thread = cuda.threadIdx.x
-        token = int64(cuda.blockIdx.x)
-        position = float32(positions[token])
+        cos_of = cuda.shared.array(table, float32)
+        sin_of = cuda.shared.array(table, float32)
+        x = cuda.local.array(held, float32)
+        cos = cuda.local.array(width, float32)
+        sin = cuda.local.array(width, float32)
+        gain = cuda.local.array(both, float32)
+        slot, first = cuda.threadIdx.x // lanes, cuda.threadIdx.x % lanes * width
+        beside, mine = slot % abreast, slot // abreast
+        start = int64(cuda.blockIdx.x) * tile
+        fill(positions, frequency, start, tokens, cos_of, sin_of)
+        cuda.syncthreads()
+        for i in range(width):
+            cos[i] = cos_of[mine * half + first + i]
+            sin[i] = sin_of[mine * half + first + i]
+        token = start + mine
         b, t = token // T, token % T
-        first = thread % lanes * width
-        for base in range(0, every, groups):
-            head = base + thread // lanes
-            exists = half if head < every else 0
-            at = (token * every + head) * 2 * half + first
-            load(qkv, at, exists - first, x, 0)
-            load(qkv, at + half, exists - first, x, width)
-            if base == 0:  # after the loads, so that they travel in the meantime
-                for i in range(thread, half, block):
-                    cos[i] = cosine(position * frequency[i])
-                    sin[i] = sine(position * frequency[i])
-                cuda.syncthreads()
-            scale = float32(1)
-            if norms:
-                square = float32(0)
-                for i in range(both):
-                    square += x[i] * x[i]
-                scale = float32(1) / root(total(square, scratch) / float32(2 * half) + eps)
-                if first == 0 and head < normed:
-                    rstd[token * normed + head] = scale
-            if head < normed:
+        for kind in range(3):  # queries, keys, values
+            count = heads if kind == 0 else kv_heads
+            before = 0 if kind == 0 else (heads if kind == 1 else normed)
+            out = q if kind == 0 else (k if kind == 1 else v)
+            if norms and kind < 2:
+                gains = qw if kind == 0 else kw
                 for i in range(width):
-                    c, s = cos[first + i], sin[first + i]
-                    left, right = x[i] * scale, x[width + i] * scale
-                    if norms:
-                        gain = qw if head < heads else kw
-                        left *= load_gain(gain, first + i)
-                        right *= load_gain(gain, half + first + i)
-                    x[i] = left * c - right * s
-                    x[width + i] = right * c + left * s
-            if head < heads:
-                at = ((b * heads + head) * T + t) * 2 * half + first
-                store(q, at, exists - first, x, 0)
-                store(q, at + half, exists - first, x, width)
-            elif head < normed:
-                at = ((b * kv_heads + head - heads) * T + t) * 2 * half + first
-                store(k, at, exists - first, x, 0)
-                store(k, at + half, exists - first, x, width)
-            elif head < every:
-                at = ((b * kv_heads + head - normed) * T + t) * 2 * half + first
-                store(v, at, exists - first, x, 0)
-                store(v, at + half, exists - first, x, width)
+                    gain[i] = load_gain(gains, first + i)
+                    gain[width + i] = load_gain(gains, half + first + i)
+            for base in range(0, count, stride):
+                for u in range(in_turn):
+                    head = base + u * abreast + beside
+                    exists = half if head < count and token < tokens else 0
+                    at = (token * every + before + head) * 2 * half + first
+                    load(qkv, at, exists - first, x, u * both)
+                    load(qkv, at + half, exists - first, x, u * both + width)
+                for u in range(in_turn):
+                    head, j = base + u * abreast + beside, u * both
+                    exists = half if head < count and token < tokens else 0
+                    if kind < 2:
+                        scale = float32(1)
+                        if norms:
+                            square = float32(0)
+                            for i in range(both):
+                                square += x[j + i] * x[j + i]
+                            mean = total(square, scratch) / float32(2 * half)
+                            scale = float32(1) / root(mean + eps)
+                            if first == 0 and exists > 0:
+                                rstd[token * normed + before + head] = scale
+                        for i in range(width):
+                            left, right = x[j + i] * scale, x[j + width + i] * scale
+                            if norms:
+                                left *= gain[i]
+                                right *= gain[width + i]
+                            x[j + i] = left * cos[i] - right * sin[i]
+                            x[j + width + i] = right * cos[i] + left * sin[i]
+                    to = ((b * count + head) * T + t) * 2 * half + first
+                    store(out, to, exists - first, x, j)
+                    store(out, to + half, exists - first, x, j + width)
 
     array, gain, fp32 = pointer(dtype), pointer(gain_dtype), pointer("float32")
     signature = (array, gain, gain, fp32, pointer("int32"), array, array, array, fp32)
@@ -132,12 +182,12 @@ def forward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
 
 @functools.cache
 def backward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
-    heads, kv_heads, half, lanes, width, block, aligned = shape
+    heads, kv_heads, half, lanes, width, abreast, tile, aligned = shape
     load, store = access(dtype, aligned, width)[1:]
     load_gain = scalar_access(gain_dtype)[0]
-    total = row_sum(lanes)
-    normed, every, groups = heads + kv_heads, heads + 2 * kv_heads, block // lanes
-    both, two_tables = 2 * width, 2 * half
+    total, fill, block = row_sum(lanes), angles(shape), shape.block
+    normed, every = heads + kv_heads, heads + 2 * kv_heads
+    both, table = 2 * width, tile * half
     leave = column_sums(block, lanes, both, width)
     scratch_size = max(column_scratch(block, lanes, both), block)
 
@@ -145,83 +195,77 @@ def backward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
         qkv, qw, kw, frequency, positions, rstd, dq, dk, dv, dqkv, partial, tokens, T, blocks
     ):
         scratch = cuda.shared.array(scratch_size, float32)
-        cos = cuda.shared.array(two_tables, float32)
-        sin = cuda.shared.array(two_tables, float32)
+        cos_of = cuda.shared.array(table, float32)
+        sin_of = cuda.shared.array(table, float32)
         x = cuda.local.array(both, float32)
         dy = cuda.local.array(both, float32)
-        dq_gain = cuda.local.array(both, float32)
-        dk_gain = cuda.local.array(both, float32)
-        thread = cuda.threadIdx.x
-        first = thread % lanes * width
-        for i in range(both):
-            dq_gain[i] = float32(0)
-            dk_gain[i] = float32(0)
-        side = 0  # of the tables, used in turn: a slow warp may still read the last token's
-        next_position = positions[cuda.blockIdx.x]
-        for token in range(cuda.blockIdx.x, tokens, blocks):
-            position = float32(next_position)
-            next_position = positions[min(token + blocks, tokens - 1)]
-            side = half - side
-            b, t = token // T, token % T
-            for base in range(0, every, groups):
-                head = base + thread // lanes
-                exists = half if head < every else 0
-                here = (token * every + head) * 2 * half + first
-                if head < heads:
-                    at = ((b * heads + head) * T + t) * 2 * half + first
-                    load(dq, at, exists - first, dy, 0)
-                    load(dq, at + half, exists - first, dy, width)
-                elif head < normed:
-                    at = ((b * kv_heads + head - heads) * T + t) * 2 * half + first
-                    load(dk, at, exists - first, dy, 0)
-                    load(dk, at + half, exists - first, dy, width)
-                elif head < every:
-                    at = ((b * kv_heads + head - normed) * T + t) * 2 * half + first
-                    load(dv, at, exists - first, dy, 0)
-                    load(dv, at + half, exists - first, dy, width)
-                rotated = head < normed
-                if norms:
-                    load(qkv, here, exists - first if rotated else 0, x, 0)
-                    load(qkv, here + half, exists - first if rotated else 0, x, width)
-                if base == 0:  # after the loads, so that they travel in the meantime
-                    for i in range(thread, half, block):
-                        cos[side + i] = cosine(position * frequency[i])
-                        sin[side + i] = sine(position * frequency[i])
+        cos = cuda.local.array(width, float32)
+        sin = cuda.local.array(width, float32)
+        gain = cuda.local.array(both, float32)
+        dgain = cuda.local.array(both, float32)
+        slot, first = cuda.threadIdx.x // lanes, cuda.threadIdx.x % lanes * width
+        beside, mine = slot % abreast, slot // abreast
+        for kind in range(3):  # queries, keys, values
+            count = heads if kind == 0 else kv_heads
+            before = 0 if kind == 0 else (heads if kind == 1 else normed)
+            given = dq if kind == 0 else (dk if kind == 1 else dv)
+            if norms and kind < 2:
+                gains = qw if kind == 0 else kw
+                for i in range(width):
+                    gain[i] = load_gain(gains, first + i)
+                    gain[width + i] = load_gain(gains, half + first + i)
+                for i in range(both):
+                    dgain[i] = float32(0)
+            for start in range(cuda.blockIdx.x * tile, tokens, blocks * tile):
+                if kind < 2:
+                    fill(positions, frequency, start, tokens, cos_of, sin_of)
                     cuda.syncthreads()
-                if rotated:
                     for i in range(width):
-                        c, s = cos[side + first + i], sin[side + first + i]
-                        left, right = dy[i], dy[width + i]
-                        dy[i] = left * c + right * s
-                        dy[width + i] = right * c - left * s
-                if norms:
-                    scale = rstd[token * normed + head] if rotated else float32(0)
-                    dot = float32(0)
-                    for i in range(both):
-                        x[i] *= scale
-                        if rotated:
-                            column = first + i if i < width else half + first + i - width
-                            gain = qw if head < heads else kw
-                            if head < heads:
-                                dq_gain[i] += dy[i] * x[i]
-                            else:
-                                dk_gain[i] += dy[i] * x[i]
-                            dy[i] *= load_gain(gain, column)
-                        dot += dy[i] * x[i]
-                    mean = total(dot, scratch) / float32(2 * half)
-                    if rotated:
-                        for i in range(both):
-                            dy[i] = scale * (dy[i] - x[i] * mean)
-                store(dqkv, here, exists - first, dy, 0)
-                store(dqkv, here + half, exists - first, dy, width)
-        if norms:
-            cuda.syncthreads()
-            leave(dq_gain, scratch, partial, cuda.blockIdx.x * 4 * half, 2 * half)
-            leave(dk_gain, scratch, partial, (cuda.blockIdx.x * 2 + 1) * 2 * half, 2 * half)
+                        cos[i] = cos_of[mine * half + first + i]
+                        sin[i] = sin_of[mine * half + first + i]
+                    cuda.syncthreads()
+                token = start + mine
+                b, t = token // T, token % T
+                for base in range(0, count, abreast):
+                    head = base + beside
+                    exists = half if head < count and token < tokens else 0
+                    here = (token * every + before + head) * 2 * half + first
+                    at = ((b * count + head) * T + t) * 2 * half + first
+                    load(given, at, exists - first, dy, 0)
+                    load(given, at + half, exists - first, dy, width)
+                    if kind < 2:
+                        scale = float32(1)
+                        if norms:
+                            load(qkv, here, exists - first, x, 0)
+                            load(qkv, here + half, exists - first, x, width)
+                            where = token * normed + before + head
+                            scale = rstd[where] if exists > 0 else float32(0)
+                        for i in range(width):
+                            left, right = dy[i], dy[width + i]
+                            dy[i] = left * cos[i] + right * sin[i]
+                            dy[width + i] = right * cos[i] - left * sin[i]
+                        if norms:
+                            dot = float32(0)
+                            for i in range(both):
+                                x[i] *= scale
+                                dgain[i] += dy[i] * x[i]
+                                dy[i] *= gain[i]
+                                dot += dy[i] * x[i]
+                            mean = total(dot, scratch) / float32(2 * half)
+                            for i in range(both):
+                                dy[i] = scale * (dy[i] - x[i] * mean)
+                    store(dqkv, here, exists - first, dy, 0)
+                    store(dqkv, here + half, exists - first, dy, width)
+            if norms and kind < 2:
+                row = (cuda.blockIdx.x * 2 + kind) * 2 * half
+                cuda.syncthreads()
+                leave(dgain, scratch, partial, row, 2 * half)
 
     array, gain, fp32 = pointer(dtype), pointer(gain_dtype), pointer("float32")
     inputs = (array, gain, gain, fp32, pointer("int32"), fp32, array, array, array)
-    return Kernel(qk_norm_rope_backward, block, *inputs, array, fp32, i64, i64, i64)
+    resident = 2 if block == MOST_THREADS else 0
+    signature = (*inputs, array, fp32, i64, i64, i64)
+    return Kernel(qk_norm_rope_backward, block, *signature, resident=resident)
 
 
 def forward(xp, qkv, q_weight, k_weight, positions, *, heads, kv_heads, eps, theta):
@@ -233,11 +277,11 @@ def forward(xp, qkv, q_weight, k_weight, positions, *, heads, kv_heads, eps, the
     q = xp.empty((B, heads, T, Dh), qkv.dtype)
     k, v = xp.empty((B, kv_heads, T, Dh), qkv.dtype), xp.empty((B, kv_heads, T, Dh), qkv.dtype)
     rstd = xp.empty((B * T, heads + kv_heads), "float32") if norms else None
-    shape = head_shape(heads, kv_heads, Dh, qkv, q, k, v)
+    shape = head_shape(heads, kv_heads, Dh, B * T, qkv, q, k, v)
     kernel = forward_kernel(qkv.dtype, q_weight.dtype if norms else qkv.dtype, shape, norms)
     frequency = frequencies_for(xp, Dh, theta)
     inputs = (qkv, q_weight, k_weight, frequency, positions)
-    kernel(B * T, *inputs, q, k, v, rstd, B * T, T, eps)
+    kernel(-(-B * T // shape.tokens), *inputs, q, k, v, rstd, B * T, T, eps)
     return (q, k, v), (qkv, q_weight, k_weight, positions, rstd)
 
 
@@ -246,8 +290,8 @@ def backward(xp, dys, saved, *, heads, kv_heads, eps, theta, into):
     B, T, width = qkv.shape
     Dh, norms = width // (heads + 2 * kv_heads), q_weight is not None
     dys, dqkv = tuple(xp.ascontiguousarray(d) for d in dys), xp.empty(qkv.shape, qkv.dtype)
-    shape = head_shape(heads, kv_heads, Dh, qkv, *dys, dqkv)
-    blocks = min(B * T, PARTS)
+    shape = head_shape(heads, kv_heads, Dh, B * T, qkv, *dys, dqkv)
+    blocks = min(-(-B * T // shape.tokens), PARTS)
     partial = xp.empty((blocks, 2 * Dh), "float32") if norms else None
     kernel = backward_kernel(qkv.dtype, q_weight.dtype if norms else qkv.dtype, shape, norms)
     frequency = frequencies_for(xp, Dh, theta)

@@ -1,10 +1,12 @@
 """`rms_norm` and `add_rms_norm`: rows in registers, one pass forward, one and a small one back.
 
-Forward keeps 1 / sqrt(mean(x**2) + eps) of each row, fp32. Backward leaves the weight's gradient as
-one partial row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32.
+Forward keeps 1 / sqrt(mean(x**2) + eps) of each row, fp32; one or a few warps take a row. Backward
+goes down the rows with one word of a row a thread, so that the gain and its gradient stay in eight
+registers each, and takes two rows between barriers. It leaves the weight's gradient as one partial
+row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32.
 
 Bytes an element, storage of s bytes: forward 2 s, with residual 4 s; backward 3 s, with residual
-4 s. bf16, one warp a row of 1280: 5 loads in flight a thread forward, 10 backward.
+4 s. bf16: 5 loads in flight a thread of a row of 1280 forward, 6 backward.
 """
 
 import functools
@@ -13,12 +15,22 @@ from numba import cuda
 from numba.types import float32
 
 from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
-from xtrain.cuda.parts.block import column_scratch, column_sums, row_sum
+from xtrain.cuda.parts.block import (
+    column_scratch,
+    column_sums,
+    row_sum,
+    row_sums,
+    row_sums_scratch,
+)
 from xtrain.cuda.parts.formula import root
 from xtrain.cuda.parts.partials import PARTS, weight_gradient
-from xtrain.cuda.parts.rows import Shape, flat_rows, shape_of
+from xtrain.cuda.parts.rows import Shape, columns_of, flat_rows, shape_of
 from xtrain.cuda.parts.words import access, rounding
 from xtrain.engine.ops.rms_norm import add_rms_norm, rms_norm
+
+AT_ONCE = 2  # rows of a thread in backward; more would cost the registers of another block
+RESIDENT = 3  # blocks of backward on a multiprocessor, so that all PARTS of them run at once
+MOST_RESIDENT = 224  # threads a block that find 80 registers each then
 
 
 @functools.cache
@@ -70,60 +82,77 @@ def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Ke
 
 @functools.cache
 def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
+    threads, words, width, groups, aligned = shape
     load, store = access(dtype, aligned)[1:]
     load_weight = access(weight_dtype, aligned, width).load
-    total = row_sum(threads)
-    values, block = shape.values, shape.block
-    leave = column_sums(block, threads, values, width)
-    scratch_size = max(column_scratch(block, threads, values), block)
+    own, block, several = shape.values, shape.block, rows_at_once(shape)
+    values, rows_here = several * own, groups * several
+    total = row_sums(threads, block, several)
+    leave = column_sums(block, threads, own, width)
+    scratch_size = max(column_scratch(block, threads, own), row_sums_scratch(block, several))
 
     def rms_norm_backward(x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks):
         scratch = cuda.shared.array(scratch_size, float32)
-        lane = cuda.threadIdx.x % threads
+        group, lane = cuda.threadIdx.x // threads, cuda.threadIdx.x % threads
         x_hat = cuda.local.array(values, float32)
         gradient = cuda.local.array(values, float32)
-        gain = cuda.local.array(values, float32)
-        dweight = cuda.local.array(values, float32)
-        for i in range(values):
+        other = cuda.local.array(values, float32)
+        gain = cuda.local.array(own, float32)
+        dweight = cuda.local.array(own, float32)
+        dot = cuda.local.array(several, float32)
+        scale = cuda.local.array(several, float32)
+        for w in range(words):
+            at = (w * threads + lane) * width
+            load_weight(weight, at, columns - at, gain, w * width)
+        for i in range(own):
             dweight[i] = float32(0)
-        first = cuda.blockIdx.x * rows_here
-        for base in range(first, rows, blocks * rows_here):
-            row = base + cuda.threadIdx.x // threads
-            exists = columns if row < rows else 0
-            for w in range(words):
-                at = (w * threads + lane) * width
-                load(x, row * columns + at, exists - at, x_hat, w * width)
-            for w in range(words):
-                at = (w * threads + lane) * width
-                load(dy, row * columns + at, exists - at, gradient, w * width)
-            for w in range(words):
-                at = (w * threads + lane) * width
-                load_weight(weight, at, columns - at, gain, w * width)
-            scale = rstd[row] if row < rows else float32(0)
-            dot = float32(0)
-            for i in range(values):
-                x_hat[i] *= scale
-                dweight[i] += gradient[i] * x_hat[i]
-                gradient[i] *= gain[i]
-                dot += gradient[i] * x_hat[i]
-            mean = total(dot, scratch) / float32(columns)
-            for i in range(values):
-                gradient[i] = scale * (gradient[i] - x_hat[i] * mean)
-            if with_residual:
+        side = 0
+        for base in range(cuda.blockIdx.x * rows_here, rows, blocks * rows_here):
+            first = base + group * several
+            for r in range(several):
+                exists = columns if first + r < rows else 0
                 for w in range(words):
                     at = (w * threads + lane) * width
-                    load(ds, row * columns + at, exists - at, gain, w * width)
-                for i in range(values):
-                    gradient[i] += gain[i]
-            for w in range(words):
-                at = (w * threads + lane) * width
-                store(dx, row * columns + at, exists - at, gradient, w * width)
+                    here, to = (first + r) * columns + at, r * own + w * width
+                    load(x, here, exists - at, x_hat, to)
+                    load(dy, here, exists - at, gradient, to)
+                    if with_residual:
+                        load(ds, here, exists - at, other, to)
+                scale[r] = rstd[first + r] if first + r < rows else float32(0)
+            for r in range(several):
+                dot[r] = float32(0)
+                for i in range(own):
+                    j = r * own + i
+                    x_hat[j] *= scale[r]
+                    dweight[i] += gradient[j] * x_hat[j]
+                    gradient[j] *= gain[i]
+                    dot[r] += gradient[j] * x_hat[j]
+            total(dot, scratch, side)
+            side = 1 - side
+            for r in range(several):
+                mean = dot[r] / float32(columns)
+                for i in range(own):
+                    j = r * own + i
+                    gradient[j] = scale[r] * (gradient[j] - x_hat[j] * mean)
+                    if with_residual:
+                        gradient[j] += other[j]
+                exists = columns if first + r < rows else 0
+                for w in range(words):
+                    at = (w * threads + lane) * width
+                    here, to = (first + r) * columns + at, r * own + w * width
+                    store(dx, here, exists - at, gradient, to)
+        cuda.syncthreads()
         leave(dweight, scratch, partial, cuda.blockIdx.x * columns, columns)
 
     array, weights, fp32 = pointer(dtype), pointer(weight_dtype), pointer("float32")
     signature = (array, weights, fp32, array, array, array, fp32, i64, i64, i64)
-    return Kernel(rms_norm_backward, block, *signature)
+    resident = RESIDENT if block <= MOST_RESIDENT else 0
+    return Kernel(rms_norm_backward, block, *signature, resident=resident)
+
+
+def rows_at_once(shape: Shape) -> int:
+    """Rows that a thread of backward takes between barriers."""
+    return AT_ONCE if shape.words == 1 else 1
 
 
 def launch_forward(xp, x, residual, weight, eps):
@@ -144,8 +173,8 @@ def launch_backward(xp, dy, ds, saved, into):
     dy = xp.ascontiguousarray(dy)
     ds = None if ds is None else xp.ascontiguousarray(ds)
     dx, rows, columns = xp.empty(x.shape, x.dtype), flat_rows(x), x.shape[-1]
-    shape = shape_of(columns, x, weight, dy, ds, dx)
-    blocks = min(shape.grid(rows), PARTS)
+    shape = columns_of(columns, x, weight, dy, ds, dx)
+    blocks = min(-(-rows // (shape.rows * rows_at_once(shape))), PARTS)
     partial = xp.empty((blocks, columns), "float32")
     kernel = backward_kernel(x.dtype, weight.dtype, shape, ds is not None)
     kernel(blocks, x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks)

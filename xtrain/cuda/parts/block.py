@@ -96,6 +96,52 @@ def _simulated_reduction(threads: int, combine: Callable) -> Callable:
     return reduce
 
 
+@functools.cache
+def row_sums(threads: int, block: int, count: int) -> Callable:
+    """Device function (values, scratch, side): each of `count` values becomes its sum over the row.
+
+    Here a row belongs to any whole number of warps. One barrier serves all values, and none where a
+    row is one warp. scratch: shared array of `row_sums_scratch` elements; side: 0 and 1 in turn, so
+    that a slow warp may still read what the last call left there.
+    """
+    step = 1 if SIMULATED else WARP  # the simulator sums over threads, as it has no shuffles
+    parts, all_parts = threads // step, block // step
+
+    @device_function
+    def within_warp(value):
+        distance = WARP // 2
+        while distance > 0:
+            value += cuda.shfl_xor_sync(EVERY_LANE, value, distance)
+            distance >>= 1
+        return value
+
+    @device_function
+    def reduce(values, scratch, side):
+        thread = thread_index()
+        part = thread // step
+        base = side * count * all_parts
+        for i in range(count):
+            if not SIMULATED:
+                values[i] = within_warp(values[i])
+            if parts > 1 and thread % step == 0:
+                scratch[base + i * all_parts + part] = values[i]
+        if parts > 1:
+            synchronize()
+            first = part // parts * parts
+            for i in range(count):
+                total = scratch[base + i * all_parts + first]
+                for other in range(1, parts):
+                    total += scratch[base + i * all_parts + first + other]
+                values[i] = total
+
+    return reduce
+
+
+def row_sums_scratch(block: int, count: int) -> int:
+    """Elements of shared memory that `row_sums` needs."""
+    return 2 * count * (block if SIMULATED else block // WARP)
+
+
 @device_function
 def put(out, at, value):
     out[at] = value

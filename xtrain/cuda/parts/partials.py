@@ -17,7 +17,9 @@ from xtrain.cuda.parts.words import scalar_access
 COLUMNS = 32  # of a block; neighbouring threads read neighbouring columns
 LANES = 16  # threads that share a column
 BLOCK = COLUMNS * LANES
-PARTS = 512  # rows that first stages leave at most; fixed, so that bits do not depend on the GPU
+# Rows that first stages leave at most: three blocks a multiprocessor of an H200 run at once. Fixed,
+# so that bits do not depend on the GPU.
+PARTS = 384
 
 
 @functools.cache

@@ -81,6 +81,23 @@ def _spread(width: int, word: int, aligned: bool) -> Shape:
     return Shape(threads, words, word, max(BLOCK // threads, 1), aligned)
 
 
+def columns_of(width: int, *arrays) -> Shape:
+    """As `shape_of` with as many threads as a row has words: a thread keeps its columns.
+
+    For kernels that go down the rows and sum columns on the way. Any number of whole warps may
+    share a row, and a thread holds several words only where a row has more than 512.
+    """
+    return _columns(width, width_of(arrays[0].dtype), are_aligned(width, *arrays))
+
+
+@functools.cache
+def _columns(width: int, word: int, aligned: bool) -> Shape:
+    count = max(-(-width // word), 1)
+    words = -(-count // MOST_THREADS)
+    threads = -(-count // (words * WARP)) * WARP
+    return Shape(threads, words, word, max(BLOCK // threads, 1), aligned)
+
+
 def flat_rows(x) -> int:
     """Number of rows of the last axis."""
     return x.size // x.shape[-1] if x.shape[-1] else 0
