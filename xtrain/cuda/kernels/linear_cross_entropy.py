@@ -26,9 +26,7 @@ from xtrain.engine.ops.linear_cross_entropy import (
 )
 from xtrain.engine.tensor import SEED
 
-LOGIT_BYTES = (
-    1 << 30
-)  # at most, of a chunk's logits: 8192 rows of 50304 words in bf16, 4096 in fp32
+LOGIT_BYTES = 1 << 30  # at most, of a chunk's logits: 8192 rows of 50304 words in bf16
 
 
 def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):

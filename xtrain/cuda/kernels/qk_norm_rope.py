@@ -3,8 +3,8 @@
 A block takes a tile of tokens: it puts the cosines and sines of their positions into shared memory,
 then each thread keeps one token and one pair of pieces of a head, one of each half, so that the
 channels of a rotated pair meet in it and its cosines, sines and gains stay in registers while it
-goes over the token's heads, queries first. `abreast` heads of a token lie side by side in a warp, so
-that 256 bytes in a row are read, and as many in a row written, head by head.
+goes over the token's heads, queries first. `abreast` heads of a token lie side by side in a warp,
+so that 256 bytes in a row are read, and as many in a row written, head by head.
 Forward keeps 1 / rms of every q and k head, fp32. Backward leaves the gains' gradients as one
 partial row a block. Arithmetic is fp32; the frequencies are the reference's, bit for bit.
 
