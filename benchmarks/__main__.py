@@ -12,6 +12,7 @@ NAMES = {
     "cpu_train": "the training step of v0 on the CPU, 8 x 64 tokens, fp32",
     "train_step": "the training step of --model on the GPU",
     "ops": "every op of a training step against its byte or FLOP floor",
+    "products": "every bf16 product of a step, cuBLAS's algorithm against its other candidates",
     "profile": "one training step, time by op and by kernel against their floors",
 }
 THREAD_VARIABLES = (
@@ -41,6 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="fp32 on the CPU, else bf16")
     parser.add_argument("--remat", choices=("none", "mlp", "block"), default="none")
     parser.add_argument("--op", help="only this op (ops)")
+    parser.add_argument("--write", metavar="FILE", help="add what is faster to a table (products)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each program")
     parser.add_argument("--steps", type=int, default=5, help="timed steps in a turn")
     parser.add_argument("--threads", type=int, help="CPU threads of both programs (all cores)")
@@ -94,6 +96,10 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
             from benchmarks.ops import measure_ops
 
             return measure_ops(_work(options, on_gpu=_has_gpu()), options.op)
+        case "products":
+            from benchmarks.products import measure_products
+
+            return measure_products(_work(options, on_gpu=True), options.write)
         case "profile":
             from benchmarks.profile import profile_step
 

@@ -31,6 +31,7 @@ WHOLE_WORDS = {
     ],
 }
 
+GAIN = {"dtype": "float32"}  # a gain stays fp32 beside bf16 heads
 LARGE_ATTRS = {"heads": 40, "kv_heads": 10, "eps": 1e-6, "theta": 10000.0}
 LARGE = {  # shapes of a training step, with fewer tokens
     "rms_norm": [Sample("v9", (normal(3000, 1280), normal(1280)), {"eps": 1e-6}, 3000)],
@@ -40,7 +41,13 @@ LARGE = {  # shapes of a training step, with fewer tokens
             (normal(3000, 1280), normal(3000, 1280), normal(1280)),
             {"eps": 1e-6},
             3000,
-        )
+        ),
+        Sample(
+            "v12",
+            (normal(1501, 1792), normal(1501, 1792), normal(1792, **GAIN)),
+            {"eps": 1e-6},
+            1501,
+        ),
     ],
     "qk_norm_rope": [
         Sample(
@@ -48,9 +55,22 @@ LARGE = {  # shapes of a training step, with fewer tokens
             (normal(3, 300, 1920), normal(32), normal(32), ids(1024, 3, 300)),
             LARGE_ATTRS,
             36000,
-        )
+        ),
+        Sample(
+            "v9_fp32_gains",
+            (normal(3, 301, 1920), normal(32, **GAIN), normal(32, **GAIN), ids(1024, 3, 301)),
+            LARGE_ATTRS,
+            36000,
+        ),
+        Sample(
+            "v12_fp32_gains",
+            (normal(2, 99, 2688), normal(64, **GAIN), normal(64, **GAIN), ids(1024, 2, 99)),
+            {**LARGE_ATTRS, "heads": 28, "kv_heads": 7},
+            5600,
+        ),
+        Sample("no_norm", (normal(2, 70, 1920), None, None, ids(99, 2, 70)), LARGE_ATTRS, 32),
     ],
-    "swiglu": [Sample("v9", (normal(999, 8192),))],
+    "swiglu": [Sample("v9", (normal(999, 8192),)), Sample("v12", (normal(99, 10752),))],
     "embedding": [Sample("v9", (normal(500, 1280), ids(500, 4, 1000)), {}, 20)],
     "global_norm": [Sample("long", (normal(3_000_001),), {}, 3_000_001)],
     "adamw": [

@@ -8,8 +8,9 @@ fp32 into bf16 or fp32, so a weight gradient is added to its fp32 buffer with be
 
 Each thread has one handle a GPU, on the thread's current stream, with a workspace that never moves:
 captured products need that, and with one stream and cuBLAS's default of no atomics the same call
-gives the same bits each time. The algorithm is cuBLAS's own choice, a function of shapes and types:
-one chosen by timing could differ from run to run, and with it the bits.
+gives the same bits each time. The algorithm is a function of shapes and types: cuBLAS's own choice,
+or for large bf16 products one from a committed table (`xtrain.cuda.algorithms`). One chosen by
+timing in the run could differ from run to run, and with it the bits.
 
 In Numba's simulator NumPy computes the same, so that what is built on this is tested without a GPU.
 """
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xtrain.cuda import algorithms
 from xtrain.cuda.compile.launch import SIMULATED
 from xtrain.engine import device as devices
 from xtrain.engine.dtype import bfloat16, float32
@@ -56,8 +58,17 @@ def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0
         )
         _simulate(a, b, out, transpose_a, transpose_b, alpha, beta)
         return
-    cublas, handle = _handle()
     call = _call(a, b, out, transpose_a, transpose_b, alpha, beta, batched=False)
+    algorithm = None if call.key is None else _algorithms(_device()).get(call.key)
+    if algorithm is None:
+        by_cublas(call, a, b, out)
+    else:
+        by_algorithm(call, algorithm, a, b, out)
+
+
+def by_cublas(call: "_Call", a, b, out) -> None:
+    """Queue a product by the algorithm that cuBLAS chooses."""
+    cublas, handle = _handle()
     cublas.gemm_ex(
         handle,
         *call.sizes,
@@ -68,6 +79,20 @@ def gemm(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0
         out.data.ptr,
         *call.target,
     )
+
+
+def by_algorithm(call: "_Call", algorithm: bytes, a, b, out) -> None:
+    """Queue a product by an algorithm of cuBLASLt."""
+    _, handle = _handle()
+    held = _handles.of_gpu[_device()]
+    addresses = b.data.ptr, a.data.ptr, out.data.ptr
+    scalars, workspace = (call.sizes[5], call.first[2]), (held.workspace.ptr, WORKSPACE_BYTES)
+    _product(call).run(handle, _address(algorithm), addresses, scalars, workspace, held.stream)
+
+
+def candidates(call: "_Call", count: int) -> list[bytes]:
+    """Algorithms of cuBLASLt for a product, those first that it takes for the fastest."""
+    return _product(call).candidates(_handle()[1], count, WORKSPACE_BYTES)
 
 
 def gemm_batched(a, b, out, *, transpose_a=False, transpose_b=False, alpha=1.0, beta=0.0) -> None:
@@ -159,12 +184,19 @@ class _Call(NamedTuple):
     sizes: operations of the second operand and the first, columns, rows, inner size, alpha.
     first, second, target: type and leading dimension of an operand, batched also the stride of its
     batch; then after the first operand beta, after the result how many, compute type, algorithm.
+    key: what `xtrain.cuda.algorithms` calls the product; None when it is none of its products.
     """
 
     sizes: tuple[int, ...]
     second: tuple[int, ...]
     first: tuple[int, ...]
     target: tuple[int, ...]
+    key: str | None
+
+
+def call_of(a, b, out, *, transpose_a=False, transpose_b=False, beta=0.0) -> "_Call":
+    """How the libraries are asked for a product."""
+    return _call(a, b, out, transpose_a, transpose_b, 1.0, beta, batched=False)
 
 
 def _call(a, b, out, transpose_a, transpose_b, alpha, beta, *, batched: bool) -> _Call:
@@ -189,7 +221,45 @@ def _described(*described) -> _Call:
     count = (out.shape[0],) if batched else ()
     sizes = (second.operation, first.operation, columns, rows, inner, _scalar(alpha))
     end = (*count, _compute_type(a.dtype == float32, tf32), DEFAULT_ALGORITHM)
-    return _Call(sizes, second_place, (*first_place, _scalar(beta)), (*target_place, *end))
+    key = None
+    if not batched and a.dtype == bfloat16:
+        flags = {"transpose_a": bool(first.operation), "transpose_b": bool(second.operation)}
+        flags |= {"out_type": target.type, "adds": beta != 0}
+        key = algorithms.key((rows, columns, inner), **flags)
+    return _Call(sizes, second_place, (*first_place, _scalar(beta)), (*target_place, *end), key)
+
+
+@functools.cache
+def _algorithms(device: int) -> dict[str, bytes]:
+    """The table's algorithms for a GPU."""
+    from nvmath.bindings import cublasLt
+
+    name = _bindings()[0].cuda.runtime.getDeviceProperties(device)["name"].decode()
+    return algorithms.table(name, cublasLt.get_version())
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(call: _Call) -> algorithms.Product:
+    """A product as cuBLASLt is told of it."""
+    from nvmath.bindings import cublasLt
+
+    transpose_second, transpose_first, columns, rows, inner, _ = call.sizes
+    second = (inner, columns) if transpose_second else (columns, inner)
+    first = (rows, inner) if transpose_first else (inner, rows)
+    places = (call.second[0], *second, call.second[1]), (call.first[0], *first, call.first[1])
+    target = (call.target[0], columns, rows, call.target[1])
+    flags = {"transpose_second": transpose_second, "transpose_first": transpose_first}
+    return algorithms.Product(cublasLt, *places, target, **flags)
+
+
+@functools.cache
+def _held_algorithm(algorithm: bytes) -> np.ndarray:
+    return np.frombuffer(algorithm, np.uint8)
+
+
+def _address(algorithm: bytes) -> int:
+    """Where cuBLASLt reads an algorithm, there for good."""
+    return _held_algorithm(algorithm).ctypes.data
 
 
 def _sizes(a, b, out, transpose_a, transpose_b) -> tuple[int, int, int]:
@@ -243,10 +313,15 @@ def _bindings() -> tuple:
     return cupy, cublas
 
 
+def _device() -> int:
+    """The number of the current GPU."""
+    return _bindings()[0].cuda.runtime.getDevice()
+
+
 def _handle():
     """The bindings, and this thread's handle of the current GPU set to the current stream."""
     cupy, cublas = _bindings()
-    number = cupy.cuda.runtime.getDevice()
+    number = _device()
     handle = _handles.of_gpu.get(number)
     if handle is None:
         handle = _handles.of_gpu[number] = _Handle(cupy, cublas)

@@ -37,6 +37,7 @@ def draw(op: Op, sample: Sample, dtype) -> list:
 
 def draw_spec(spec: Spec, source, dtype):
     """One input as a NumPy array, drawn from a NumPy generator."""
+    dtype = np.dtype(spec.dtype) if spec.dtype else dtype
     match spec.kind:
         case "normal":
             return np.asarray(spec.scale * source.standard_normal(spec.shape)).astype(dtype)

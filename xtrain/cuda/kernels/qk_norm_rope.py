@@ -7,8 +7,8 @@ goes over the token's heads, queries first. `abreast` heads of a token lie side 
 so that 256 bytes in a row are read, and as many in a row written, head by head.
 Forward keeps 1 / rms of every q and k head, fp32. Backward leaves the gains' gradients as one
 partial row a block. Arithmetic is fp32; the frequencies are the reference's, bit for bit.
-The kernel is Numba's, and for bf16 heads of whole words CUDA C++ of the same plan: Numba's takes 115
-registers where C++ takes 64, and the threads that fit hide less of memory's latency (H200, v9:
+The kernel is Numba's, and for bf16 heads of whole words CUDA C++ of the same plan: Numba's takes
+115 registers where C++ takes 64, and the threads that fit hide less of memory's latency (H200, v9:
 0.085 ms forward and 0.145 backward, a copy 0.060 and 0.092).
 
 Bytes an element of qkv, storage of s bytes: forward 2 s, backward 3 s (v: 2 s).

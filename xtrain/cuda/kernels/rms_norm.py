@@ -3,7 +3,8 @@
 Forward keeps 1 / sqrt(mean(x**2) + eps) of each row, fp32; one or a few warps take a row. Backward
 goes down the rows with one word of a row a thread, so that the gain and its gradient stay in eight
 registers each, and takes two rows between barriers. It leaves the weight's gradient as one partial
-row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32.
+row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32. For bf16 rows
+backward is CUDA C++ of the same plan, which also asks for the next rows before the barrier of these.
 
 Bytes an element, storage of s bytes: forward 2 s, with residual 4 s; backward 3 s, with residual
 4 s. bf16: 5 loads in flight a thread of a row of 1280 forward, 6 backward.
@@ -11,11 +12,14 @@ Bytes an element, storage of s bytes: forward 2 s, with residual 4 s; backward 3
 
 import functools
 
+import numpy as np
 from numba import cuda
 from numba.types import float32
 
-from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
+from xtrain.cuda.compile import nvrtc
+from xtrain.cuda.compile.launch import SIMULATED, Kernel, f32, i64, pointer
 from xtrain.cuda.parts.block import (
+    WARP,
     column_scratch,
     column_sums,
     row_sum,
@@ -26,11 +30,13 @@ from xtrain.cuda.parts.formula import root
 from xtrain.cuda.parts.partials import PARTS, weight_gradient
 from xtrain.cuda.parts.rows import Shape, columns_of, flat_rows, shape_of
 from xtrain.cuda.parts.words import access, rounding
+from xtrain.engine.dtype import bfloat16
 from xtrain.engine.ops.rms_norm import add_rms_norm, rms_norm
 
 AT_ONCE = 2  # rows of a thread in backward; more would cost the registers of another block
-RESIDENT = 3  # blocks of backward on a multiprocessor, so that all PARTS of them run at once
-MOST_RESIDENT = 224  # threads a block that find 80 registers each then
+RESIDENT = 3  # blocks of Numba's backward on a multiprocessor, so that all PARTS run at once
+MOST_RESIDENT = 160  # threads a block that find enough registers then
+MULTIPROCESSORS = 132  # of an H200; fixed, as the order of sums, and with it the bits, follow it
 
 
 @functools.cache
@@ -174,11 +180,35 @@ def launch_backward(xp, dy, ds, saved, into):
     ds = None if ds is None else xp.ascontiguousarray(ds)
     dx, rows, columns = xp.empty(x.shape, x.dtype), flat_rows(x), x.shape[-1]
     shape = columns_of(columns, x, weight, dy, ds, dx)
-    blocks = min(-(-rows // (shape.rows * rows_at_once(shape))), PARTS)
-    partial = xp.empty((blocks, columns), "float32")
-    kernel = backward_kernel(x.dtype, weight.dtype, shape, ds is not None)
-    kernel(blocks, x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks)
+    if suits_cpp(shape, x, weight):
+        partial = _launch_cpp(xp, shape, (x, weight, rstd, dy, ds, dx), rows)
+    else:
+        blocks = min(-(-rows // (shape.rows * rows_at_once(shape))), PARTS)
+        partial = xp.empty((blocks, columns), "float32")
+        kernel = backward_kernel(x.dtype, weight.dtype, shape, ds is not None)
+        kernel(blocks, x, weight, rstd, dy, ds, dx, partial, rows, columns, blocks)
     return dx, weight_gradient(xp, partial, weight, into)
+
+
+def suits_cpp(shape: Shape, x, weight) -> bool:
+    """Whether the kernel in CUDA C++ takes these rows; it has no form for the simulator."""
+    fits = x.dtype == bfloat16 and weight.dtype == np.float32 and x.size > 0
+    return fits and shape.aligned and shape.words == 1 and not SIMULATED
+
+
+def _launch_cpp(xp, shape: Shape, arrays: tuple, rows: int):
+    """Run the kernel of `rms_norm.cu`; returns the partial rows."""
+    columns, ds = arrays[0].shape[-1], arrays[4]
+    # Blocks that a multiprocessor holds: as many as keep about 400 threads there.
+    resident = 2 if shape.threads > 160 else 3 if shape.threads > 96 else 4
+    words = columns // shape.width
+    sizes = (f"WORDS={words}", f"RESIDUAL={int(ds is not None)}", f"RESIDENT={resident}")
+    kernel = nvrtc.function("rms_norm.cu", "rms_norm_backward", sizes)
+    blocks = min(-(-rows // AT_ONCE), resident * MULTIPROCESSORS)
+    partial = xp.empty((blocks, columns), "float32")
+    given = tuple(np.uintp(0) if array is None else array for array in arrays)
+    kernel((blocks,), (-(-words // WARP) * WARP,), (*given, partial, np.int32(rows)))
+    return partial
 
 
 def forward(xp, x, weight, *, eps):
