@@ -4,7 +4,7 @@ Forward keeps 1 / sqrt(mean(x**2) + eps) of each row, fp32; one or a few warps t
 goes down the rows with one word of a row a thread, so that the gain and its gradient stay in eight
 registers each, and takes two rows between barriers. It leaves the weight's gradient as one partial
 row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32. For bf16 rows
-backward is CUDA C++ of the same plan, which also asks for the next rows before the barrier of these.
+backward is CUDA C++ of the same plan, which asks for the next rows before the barrier of these.
 
 Bytes an element, storage of s bytes: forward 2 s, with residual 4 s; backward 3 s, with residual
 4 s. bf16: 5 loads in flight a thread of a row of 1280 forward, 6 backward.
