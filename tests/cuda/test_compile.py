@@ -43,8 +43,15 @@ FP32 = Shape(threads=32, words=10, width=4, rows=4, aligned=True)  # rows of 128
 ONCE = Shape(threads=32, words=3, width=4, rows=4, aligned=True)
 RAGGED = Shape(threads=32, words=3, width=4, rows=4, aligned=False)
 SCORES = Shape(threads=32, words=8, width=4, rows=4, aligned=True)  # 1024 keys, fp32 scores
-HEADS = HeadShape(40, 10, 16, 2, 8, 128, True)  # 40 query and 10 kv heads of 32, bf16
-RAGGED_HEADS = HeadShape(2, 1, 2, 2, 1, 32, False)
+COLUMNS = Shape(threads=160, words=1, width=8, rows=1, aligned=True)  # rows of 1280, bf16
+HEADS = HeadShape(40, 10, 16, 2, 8, 4, 32, True)  # 40 query and 10 kv heads of 32, bf16
+RAGGED_HEADS = HeadShape(2, 1, 2, 2, 1, 4, 4, False)
+SIZES = (  # of CUDA C++ kernels, besides those that their files compile with
+    ("cross_entropy.cu", ("WORDS=40", "VOCAB=301", "THREADS=64")),
+    ("qk_norm_rope.cu", ("HEADS=28", "KV_HEADS=7", "HALF=32", "ABREAST=2", "TILE=32", "NORMS=1")),
+    ("qk_norm_rope.cu", ("HEADS=2", "KV_HEADS=2", "HALF=8", "ABREAST=4", "TILE=8", "NORMS=0")),
+    ("rms_norm.cu", ("WORDS=96", "RESIDUAL=0", "RESIDENT=4")),
+)
 
 KERNELS = {
     "vector_add": lambda: vector_add.KERNEL,
@@ -55,7 +62,7 @@ KERNELS = {
     "sort_step": lambda: sort.step_kernel(512),
     "rms_norm": lambda: rms_norm.forward_kernel(bfloat16, float32, ONE_WARP, False),
     "add_rms_norm": lambda: rms_norm.forward_kernel(float32, float32, FP32, True),
-    "rms_norm_backward": lambda: rms_norm.backward_kernel(bfloat16, float32, ONE_WARP, False),
+    "rms_norm_backward": lambda: rms_norm.backward_kernel(bfloat16, float32, COLUMNS, False),
     "rms_norm_backward_warps": lambda: rms_norm.backward_kernel(bfloat16, bfloat16, WARPS, True),
     "rms_norm_backward_ragged": lambda: rms_norm.backward_kernel(float32, float32, RAGGED, True),
     "qk_norm_rope": lambda: qk_norm_rope.forward_kernel(bfloat16, float32, HEADS, True),
@@ -165,6 +172,12 @@ def test_an_included_header_is_compiled_in_place_and_errors_name_its_line(tmp_pa
     assert nvrtc.cubin("good.cu", "sm_80").startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=r"bad\.cu\(3\).*undefined"):
         nvrtc.cubin("bad.cu", "sm_80")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name, defines", SIZES, ids=lambda v: v if isinstance(v, str) else "")
+def test_cuda_source_compiles_for_other_sizes(name, defines):
+    assert nvrtc.cubin(name, "sm_90", defines).startswith(b"\x7fELF")
 
 
 def test_kernels_see_bf16_as_its_bits():

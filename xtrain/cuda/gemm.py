@@ -240,16 +240,20 @@ def _algorithms(device: int) -> dict[str, bytes]:
 
 @functools.lru_cache(maxsize=4096)
 def _product(call: _Call) -> algorithms.Product:
-    """A product as cuBLASLt is told of it."""
     from nvmath.bindings import cublasLt
 
+    return described_product(call, cublasLt)
+
+
+def described_product(call: _Call, lt) -> algorithms.Product:
+    """A product as cuBLASLt (lt: its bindings) is told of it."""
     transpose_second, transpose_first, columns, rows, inner, _ = call.sizes
     second = (inner, columns) if transpose_second else (columns, inner)
     first = (rows, inner) if transpose_first else (inner, rows)
     places = (call.second[0], *second, call.second[1]), (call.first[0], *first, call.first[1])
     target = (call.target[0], columns, rows, call.target[1])
     flags = {"transpose_second": transpose_second, "transpose_first": transpose_first}
-    return algorithms.Product(cublasLt, *places, target, **flags)
+    return algorithms.Product(lt, *places, target, **flags)
 
 
 @functools.cache

@@ -6,6 +6,8 @@
 // WORDS: 16-byte words of a row.  VOCAB: columns that are words of the vocabulary; the rest is padding.
 // THREADS: of a block, a multiple of 32.  Architectures: sm_80 and later.
 
+#include "words.cuh"
+
 #ifndef WORDS
 #define WORDS 6288
 #endif
@@ -22,7 +24,6 @@ constexpr int kPieces = (WORDS + THREADS - 1) / THREADS;  // words of a row that
 constexpr int kGroup = 2;                                 // words that arrive and are summed at once
 constexpr int kGroups = (kPieces + kGroup - 1) / kGroup;
 constexpr int kWarps = THREADS / 32;
-constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLowest = -1.0e38f;  // below every logit; its product with kLog2E is finite
@@ -44,20 +45,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-__device__ __forceinline__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ unsigned pack(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
-__device__ __forceinline__ void unpack(uint4 word, float* v) {
-    v[0] = low(word.x), v[1] = high(word.x), v[2] = low(word.y), v[3] = high(word.y);
-    v[4] = low(word.z), v[5] = high(word.z), v[6] = low(word.w), v[7] = high(word.w);
 }
 
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
@@ -82,21 +69,7 @@ __device__ __forceinline__ void wait_until(int left) {
 }
 
 __device__ __forceinline__ float element(const uint4* words, int at) {
-    return low(reinterpret_cast<const unsigned short*>(words)[at]);
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        x = fmaxf(x, __shfl_xor_sync(kEveryLane, x, distance));
-    return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        x += __shfl_xor_sync(kEveryLane, x, distance);
-    return x;
+    return __uint_as_float(unsigned(reinterpret_cast<const unsigned short*>(words)[at]) << 16);
 }
 
 }  // namespace
@@ -136,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     const int piece = group * kGroup + k;
                     const int at = piece * THREADS + thread;
                     if (piece < kPieces && exists(piece, at)) {
-                        unpack(held[at], v + k * 8);
+                        unpack8(held[at], v + k * 8);
                         if (may_be_padded(piece)) replace_padding(at, v + k * 8, kLowest);
                     } else {
 #pragma unroll
@@ -175,12 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 uint4 word = make_uint4(0, 0, 0, 0);
                 if (counts) {
                     float v[8];
-                    unpack(held[at], v);
+                    unpack8(held[at], v);
 #pragma unroll
                     for (int i = 0; i < 8; ++i) v[i] = exp2_fast(fmaf(v[i], kLog2E, -highest)) * scale;
                     if (may_be_padded(piece)) replace_padding(at, v, 0.0f);
-                    word = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]),
-                                      pack(v[6], v[7]));
+                    word = pack8(v);
                 }
                 if (next_target >= 0) copy_async(&held[at], from + at);
                 dz[base + at] = word;

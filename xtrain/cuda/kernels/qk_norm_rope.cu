@@ -7,6 +7,8 @@
 //
 // HEADS, KV_HEADS, HALF: of the model; HALF is a multiple of 8.  NORMS: whether q and k are normalized.
 
+#include "words.cuh"
+
 #ifndef HEADS
 #define HEADS 40
 #define KV_HEADS 10
@@ -24,26 +26,6 @@ constexpr int kNormed = HEADS + KV_HEADS, kEvery = HEADS + 2 * KV_HEADS;
 constexpr int kThreads = kLanes * ABREAST * TILE;
 constexpr int kInTurn = 2;
 constexpr int kQueries = 0, kKeys = 1, kValues = 2;
-constexpr unsigned kEveryLane = 0xffffffffu;
-
-__device__ __forceinline__ unsigned pack(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
-__device__ __forceinline__ uint4 pack8(const float* v) {
-    return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
-}
-
-__device__ __forceinline__ void unpack(uint4 word, float* v) {
-    const unsigned pairs[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        v[2 * i] = __uint_as_float(pairs[i] << 16);
-        v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-}
 
 __device__ __forceinline__ void load8(const float* from, float* v) {
 #pragma unroll
@@ -114,8 +96,8 @@ __device__ __forceinline__ void forward_part(const uint4* qkv, uint4* out, float
             const bool exists = head < kCount && token < tokens;
             if (kKind != kValues) {
                 float x[16];
-                unpack(word[u][0], x);
-                unpack(word[u][1], x + 8);
+                unpack8(word[u][0], x);
+                unpack8(word[u][1], x + 8);
                 if (NORMS) {
                     float square = 0, gain[16];
 #pragma unroll
@@ -178,8 +160,8 @@ __device__ __forceinline__ void backward_part(const uint4* qkv, const uint4* giv
             const int head = base + u * ABREAST;
             if (kKind != kValues) {
                 float dy[16];
-                unpack(dword[u][0], dy);
-                unpack(dword[u][1], dy + 8);
+                unpack8(dword[u][0], dy);
+                unpack8(dword[u][1], dy + 8);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const float left = dy[i], right = dy[8 + i];
@@ -188,8 +170,8 @@ __device__ __forceinline__ void backward_part(const uint4* qkv, const uint4* giv
                 }
                 if (NORMS) {
                     float x[16], gain[16], dot = 0;
-                    unpack(xword[u][0], x);
-                    unpack(xword[u][1], x + 8);
+                    unpack8(xword[u][0], x);
+                    unpack8(xword[u][1], x + 8);
                     load8(gains + kKind * 2 * HALF + at.lane * 8, gain);
                     load8(gains + kKind * 2 * HALF + HALF + at.lane * 8, gain + 8);
 #pragma unroll

@@ -5,6 +5,8 @@
 //
 // WORDS: of a row.  RESIDUAL: whether ds is added.  RESIDENT: blocks that a multiprocessor holds.
 
+#include "words.cuh"
+
 #ifndef WORDS
 #define WORDS 224
 #define RESIDUAL 1
@@ -16,29 +18,6 @@ namespace {
 constexpr int kThreads = (WORDS + 31) / 32 * 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = 2;
-constexpr unsigned kEveryLane = 0xffffffffu;
-
-__device__ __forceinline__ unsigned pack(float first, float second) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
-__device__ __forceinline__ void unpack(uint4 word, float* v) {
-    const unsigned pairs[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        v[2 * i] = __uint_as_float(pairs[i] << 16);
-        v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        x += __shfl_xor_sync(kEveryLane, x, distance);
-    return x;
-}
 
 struct Rows {  // this thread's words of kRows rows, zero where there is none
     uint4 x[kRows], dy[kRows], ds[kRows];
@@ -83,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             float value[8], gradient[8];
-            unpack(held.x[r], value);
-            unpack(held.dy[r], gradient);
+            unpack8(held.x[r], value);
+            unpack8(held.dy[r], gradient);
             dot[r] = 0;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -105,18 +84,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
             for (int other = 1; other < kWarps; ++other) total += parts[side][r][other];
             const float scale = held.rstd[r], mean = scale * total / (WORDS * 8);
             float value[8], gradient[8], residual[8];
-            unpack(held.x[r], value);
-            unpack(held.dy[r], gradient);
-            unpack(held.ds[r], residual);
+            unpack8(held.x[r], value);
+            unpack8(held.dy[r], gradient);
+            unpack8(held.ds[r], residual);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 gradient[i] = scale * (gradient[i] * gain[i] - value[i] * mean);
                 if (RESIDUAL) gradient[i] += residual[i];
             }
             if (first + r < rows && thread < WORDS)
-                dx[(first + r) * WORDS + thread] =
-                    make_uint4(pack(gradient[0], gradient[1]), pack(gradient[2], gradient[3]),
-                               pack(gradient[4], gradient[5]), pack(gradient[6], gradient[7]));
+                dx[(first + r) * WORDS + thread] = pack8(gradient);
         }
         held = next;
     }
