@@ -113,11 +113,11 @@ def test_v8_is_estimated_within_a_tenth_of_what_an_h200_held(remat, gib):
     assert training_memory_bytes(v8, "cuda").total == pytest.approx(held, rel=0.1)
 
 
-def test_one_chunk_of_logits_exists_at_once_beside_its_bf16_gradient(v0):
+def test_one_chunk_of_logits_exists_at_once_whose_gradient_takes_its_place(v0):
     long = dataclasses.replace(v0, train=dataclasses.replace(v0.train, batch_size=1024))
-    rows = 4096  # whose fp32 logits fit one GiB
-    memory = training_memory_bytes(with_features(long, precision="bf16"), "cuda")
-    assert memory.logits == rows * 50304 * (4 + 2)
+    for precision, rows, size in (("bf16", 8192, 2), ("fp32", 4096, 4)):  # what fits one GiB
+        memory = training_memory_bytes(with_features(long, precision=precision), "cuda")
+        assert memory.logits == rows * 50304 * size
     assert training_memory_bytes(v0, "cuda").logits == 512 * 50304 * 4  # no more than a batch has
 
 
