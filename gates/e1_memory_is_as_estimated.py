@@ -27,7 +27,6 @@ from xtrain.errors import UsageError
 from xtrain.train.step import TrainingStep
 
 MEASURED = tuple(f"v{number}" for number in range(1, 13))
-ONE = ("v1",)  # the smallest, on which a wrong estimate shows
 
 
 def runs(device: str) -> dict[str, float]:
@@ -52,13 +51,13 @@ def state(device: str) -> dict[str, float]:
     return {"state_bytes_rel": abs(said - held) / held}
 
 
-def peaks(device: str, names: tuple[str, ...] = MEASURED) -> dict[str, float | NotMeasured]:
+def peaks(device: str) -> dict[str, float | NotMeasured]:
     """The worst relative distance of the estimate from the measured peak, over the runs."""
     if device != "cuda":
         return {"worst_estimate_rel": NotMeasured("needs a GPU")}
     here = devices.use(device)
     worst, said_of_worst, left_out = 0.0, "", []
-    for run in different_steps([on(device, official(name)) for name in names]):
+    for run in different_steps([on(device, official(name)) for name in MEASURED]):
         said = estimate.training_memory_bytes(run, device).total
         here.restart_peak()
         free = here.xp.cuda.runtime.memGetInfo()[0]
@@ -76,11 +75,6 @@ def peaks(device: str, names: tuple[str, ...] = MEASURED) -> dict[str, float | N
         return {"worst_estimate_rel": NotMeasured(f"no room for {', '.join(left_out)}")}
     missing = f"; left out for want of room: {', '.join(left_out)}" if left_out else ""
     return {"worst_estimate_rel": Explained(worst, said_of_worst + missing)}
-
-
-def one_peak(device: str) -> dict[str, float | NotMeasured]:
-    """As `peaks`, of the smallest run alone."""
-    return peaks(device, ONE)
 
 
 def different_steps(given: list[RunConfig]) -> list[RunConfig]:
@@ -130,7 +124,7 @@ GATE = Gate(
     defects=(
         Defect("no such model", "runs_estimated", runs, _a_run_does_not_compose),
         Defect("no moments", "state_bytes_rel", state, lambda: _forgotten("moments")),
-        Defect("no tape", "worst_estimate_rel", one_peak, lambda: _forgotten("activations")),
+        Defect("no tape", "worst_estimate_rel", peaks, lambda: _forgotten("activations")),
     ),
     composes=(
         *(f"run/v{number}" for number in range(13)),

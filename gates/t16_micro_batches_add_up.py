@@ -69,7 +69,7 @@ def several(device: str) -> dict[str, float]:
 
 
 def updates(device: str) -> dict[str, float]:
-    """How often the gradient of a step is reduced and applied, at most."""
+    """How often a step applies its gradient, at most; what ranks reduce there is T8's."""
     counts = [_step(device, _batch(UNEQUAL), split)[2] for split in (1, *SPLITS)]
     return {"updates_per_step": float(max(counts, key=lambda n: abs(n - 1)))}
 

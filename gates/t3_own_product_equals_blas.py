@@ -19,8 +19,17 @@ from xtrain.engine.ops.linear import linear, matmul
 from xtrain.engine.tensor import Tensor, backward
 from xtrain.engine.testing import gradient_error, relative_error
 
-# (M, K, N): one element, less than a tile, exact tiles, one past them, one long sum.
-SHAPES = ((1, 1, 1), (5, 3, 7), (64, 64, 64), (65, 129, 33), (3, 1_000, 17), (130, 66, 257))
+# (M, K, N): one element, less than a tile, exact tiles, one past them, one long sum, and one
+# both long (a CPU takes 512 steps of k at a time) and large enough for all cores (2^22 products).
+SHAPES = (
+    (1, 1, 1),
+    (5, 3, 7),
+    (64, 64, 64),
+    (65, 129, 33),
+    (3, 1_000, 17),
+    (130, 66, 257),
+    (131, 1_100, 67),
+)
 TRANSPOSES = ((False, False), (False, True), (True, False), (True, True))
 
 

@@ -119,12 +119,18 @@ def sources(directory: Path) -> tuple[PackedWindows, EvalWindows]:
 
 
 def run(
-    directory: Path, device: Device, *, until: int | None = None, at_end: Callable = lambda: None
+    directory: Path,
+    device: Device,
+    *,
+    until: int | None = None,
+    at_end: Callable = lambda: None,
+    seen: Callable = lambda number, tiny: None,
 ) -> Tiny:
     """Train in a directory from its last complete checkpoint on; returns the trained model.
 
     After step `until`, `at_end` is called and, if it returns, the loop is left as an interrupted
-    one would be: the steps since the last checkpoint are lost.
+    one would be: the steps since the last checkpoint are lost. seen: called after each step with
+    its number, counted from 1, and the model, whose step still holds what it was given.
     """
     directory.mkdir(parents=True, exist_ok=True)
     train_source, eval_source = sources(directory)
@@ -151,11 +157,18 @@ def run(
         checkpoint.prune(saved, saved=step, keep_last=TRAIN.keep_last, best_step=None)
 
     taken = iter(range(start + 1, TRAIN.total_steps + 1))
+
+    def stop() -> None:
+        number = next(taken)
+        seen(number, tiny)
+        if number == until:
+            _end(at_end)
+
     hooks = loop.Hooks(
         log=log,
         evaluate=measure,
         save=save,
-        stop=lambda: _end(at_end) if next(taken) == until else None,
+        stop=stop,
     )
     with contextlib.suppress(_Left):
         loop.train(

@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -28,10 +29,11 @@ from xtrain.models.config import Qwen3Config
 from xtrain.models.hf import export, named_tensors
 from xtrain.models.hf_import import load_hf, read_config
 from xtrain.models.qwen3 import Qwen3
-from xtrain.train.config import OptimConfig
+from xtrain.train import loop
+from xtrain.train.config import OptimConfig, TrainConfig
 from xtrain.train.learner import Learner
 from xtrain.train.objectives.next_token import next_token
-from xtrain.train.optimizer import AdamW, learning_rate
+from xtrain.train.optimizer import AdamW
 
 PROMPTS, NEW_TOKENS = 8, 64  # of the closed loop
 
@@ -85,13 +87,30 @@ def golden_model(golden: GoldenModel, stored: dict, device: str) -> tuple[Qwen3,
 
 
 def _ten_steps(golden: GoldenModel, stored: dict, batches: list[dict], device: str) -> list[float]:
+    """The losses of the training loop itself, on the stored batches instead of windows."""
     here = devices.use(device)
     model, buffers = golden_model(golden, stored, device)
     step = Learner(model, buffers, AdamW(buffers, OPTIM, here), here).step(next_token, seed=0)
-    losses = []
-    for number, batch in enumerate(batches):
-        step.load(batch, number, learning_rate(OPTIM, number, len(batches)))
-        losses.append(float(here.host(step.run()[0])))
+    losses: list[float] = []
+    _, rows, length = batches[0]["input_ids"].shape
+    loop.train(
+        step,
+        SimpleNamespace(batch=lambda number: batches[number], epoch=lambda number: 0.0),
+        start=0,
+        train_config=TrainConfig(
+            max_tokens=len(batches) * rows * length,
+            batch_size=rows,
+            seq_len=length,
+            log_every_steps=1,
+        ),
+        optim_config=OPTIM,
+        hooks=loop.Hooks(
+            log=lambda number, values: losses.append(values["loss"]),
+            evaluate=lambda number: None,
+            save=lambda number: None,
+            stop=lambda: None,
+        ),
+    )
     return losses
 
 

@@ -22,6 +22,8 @@ global_norm = Op(
     samples=(
         Sample("short", (normal(64),), reduced=64),
         Sample("overflows_fp32", (normal(777, scale=1e30),), reduced=777),
+        # More than the 65536 elements of a CPU's block, and no multiple: the last block.
+        Sample("blocks", (normal(70_001),), reduced=70_001),
     ),
     bench=bench,
 )
