@@ -28,6 +28,7 @@ from gates.judging.judge import (
     verdict_on,
 )
 from gates.judging.ledger import Ledger, recorded_values, verdict_entry
+from gates.judging.versions import changed_versions
 from xtrain.config.check import Check
 from xtrain.errors import UsageError
 from xtrain.track.machine import device_facts
@@ -148,8 +149,9 @@ def gate_fingerprint(file: GateFile, bench: Bench) -> dict[str, str]:
 def standing(file: GateFile, bench: Bench) -> Standing:
     """The newest record of the gate on the bench's device class that still holds.
 
-    A ledger entry holds while code, config, data and checkpoint are the same; committed evidence
-    while the code is. Without one that holds, the newest is STALE; without any, NOT MEASURED.
+    A ledger entry holds while code, config, data, checkpoint and export are the same; committed
+    evidence while the code is; both while the deciding versions are. Without one that holds, the
+    newest is STALE; without any, NOT MEASURED.
     """
     device = bench.device
     fingerprint = gate_fingerprint(file, bench)
@@ -157,10 +159,12 @@ def standing(file: GateFile, bench: Bench) -> Standing:
     committed = _committed(file, bench)
     records = []
     if entry:
-        records.append((_changed(entry, fingerprint), "ledger", entry))
+        changed = [*_changed(entry, fingerprint), *changed_versions(entry, device)]
+        records.append((changed, "ledger", entry))
     if committed:
         code = {"code": fingerprint["code"]}
-        records.append((_changed(committed, code), "evidence", committed))
+        changed = [*_changed(committed, code), *changed_versions(committed, device)]
+        records.append((changed, "evidence", committed))
     name = file.load().id
     if not records:
         return Standing(name, device, NOT_MEASURED)
