@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gates.judging.table import print_table
 from pipelines.decode import fitted, trained_learner, trained_model
+from pipelines.end import end_run
 from xtrain.assemble.learner import measure_on_set
 from xtrain.assemble.origin import Origin, check_vocabulary
 from xtrain.config.compose import resolved_yaml
@@ -21,7 +22,7 @@ from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import data_cache
 from xtrain.data.eval_set import compare, open_eval_set, require_same_set
 from xtrain.data.tokenizers.imported import load_tokenizer
-from xtrain.errors import UsageError
+from xtrain.errors import Interrupted, UsageError
 from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror
 from xtrain.track.run_dir import RunDir, open_run
@@ -111,12 +112,11 @@ def record(out: RunDir, result: dict, say: Callable[[str], None]) -> None:
         mirror.artifact(out.write_json(RESULT, result))
         mirror.tag("xtrain.eval_set", f"{result['set']['name']} {result['set']['sha256']}")
         ended = "FINISHED"
+    except Interrupted:
+        ended = "KILLED"
+        raise
     finally:
-        out.set_status(ended)
-        behind = mirror.close(ended)
-        out.close()
-        if behind:
-            say(behind)
+        end_run(out, mirror, ended, say)
     say(f"wrote {out.path / RESULT}")
 
 

@@ -16,6 +16,7 @@ from gates.judging.ledger import Ledger
 from gates.judging.promote import granted_by
 from pipelines import PROGRAM, pretrain, verdict
 from pipelines.ahead import said_of_promotion
+from pipelines.end import end_run
 from pipelines.prepare import prepare_data
 from xtrain.assemble.estimate import describe, what_would_fit
 from xtrain.assemble.learner import build, eval_windows, training_windows
@@ -28,7 +29,14 @@ from xtrain.config.rules import resolve_features
 from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import data_cache
 from xtrain.engine import device as devices
-from xtrain.errors import Interrupted, OutOfDeviceMemory, UsageError
+from xtrain.errors import (
+    Interrupted,
+    OutOfDeviceMemory,
+    UsageError,
+    WriteError,
+    is_of_the_disk,
+    write_error,
+)
 from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.registry import register_owed
@@ -160,9 +168,9 @@ def _under_way(
                 out = take_directory()
                 mirror = Mirror(out).start()
                 _introduce(out)
-                with saying_what_would_fit(run, out):
+                with saying_what_would_fit(run, out), saying_what_is_kept(out):
                     pretrain.train(run, learner, prepared, out, start=start, stop=stop)
-            with saying_what_would_fit(run, out):
+            with saying_what_would_fit(run, out), saying_what_is_kept(out):
                 code = verdict.conclude(run, learner, out, mirror, say)
             ended = "FINISHED"
             return code
@@ -171,27 +179,13 @@ def _under_way(
             raise
         finally:
             if out is not None:
-                _end(out, mirror, ended)
+                end_run(out, mirror, ended, say)
 
 
 def _introduce(out: RunDir) -> None:
     say(f"run directory {out.path}")
     if not out.is_owned:
         say("its file system has no locks: that two processes train one run would not be noticed")
-
-
-def _end(out: RunDir, mirror: Mirror | None, ended: str) -> None:
-    """Say on the disk and to MLflow how a run ended; what hinders one does not hinder the other."""
-    try:
-        with noting():  # a signal waits the milliseconds that this takes
-            out.set_status(ended)
-    except OSError as error:
-        say(f"the run could not be marked {ended}: {error}")
-    finally:
-        behind = mirror.close(ended) if mirror is not None else ""
-        out.close()
-        if behind:
-            say(behind)
 
 
 @contextmanager
@@ -204,10 +198,26 @@ def saying_what_would_fit(run: RunConfig, out: RunDir | None = None) -> Iterator
         yield
     except OutOfDeviceMemory as full:
         asked = str(full).partition(";")[0]
-        parts = [asked, what_would_fit(run, run.device, full.total_bytes)]
-        kept, _ = checkpoint.latest(out.path / "checkpoints") if out else (None, [])
-        parts.append(f"checkpoint {kept.path} is kept" if kept else "there is no checkpoint yet")
+        parts = [asked, what_would_fit(run, run.device, full.total_bytes), _what_is_kept(out)]
         raise OutOfDeviceMemory("; ".join(parts), full.total_bytes) from full
+
+
+@contextmanager
+def saying_what_is_kept(out: RunDir) -> Iterator[None]:
+    """Turn a disk that is full or read-only, or a run directory that is gone, into one line."""
+    try:
+        yield
+    except Exception as error:
+        if not out.path.is_dir():
+            raise WriteError(f"run directory {out.path} was deleted or moved away") from error
+        if isinstance(error, WriteError) or is_of_the_disk(error):
+            raise write_error(out.path, error, _what_is_kept(out)) from error
+        raise
+
+
+def _what_is_kept(out: RunDir | None) -> str:
+    kept, _ = checkpoint.latest(out.path / "checkpoints") if out else (None, [])
+    return f"checkpoint {kept.path} is kept" if kept else "there is no checkpoint yet"
 
 
 def _checkpoint_named(resume: str) -> Path | None:

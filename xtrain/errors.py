@@ -29,7 +29,19 @@ class OutOfDeviceMemory(UsageError):
 
 
 class WriteError(OSError):
-    """A file of a run could not be written (disk full, permission); the message is one line."""
+    """A file of a run could not be written (disk full, permission); the message is one line.
+
+    kept: what is left of earlier writes, in words.
+    """
+
+    def __init__(self, said: str, *, remedy: str = "", kept: str = "", number: int | None = None):
+        super().__init__("; ".join(filter(None, (said, kept, remedy))))
+        self.errno = number
+        self._said, self._remedy = said, remedy
+
+    def keeping(self, kept: str) -> "WriteError":
+        """The same with what is kept."""
+        return WriteError(self._said, remedy=self._remedy, kept=kept, number=self.errno)
 
 
 class Interrupted(BaseException):
@@ -44,18 +56,13 @@ class Interrupted(BaseException):
 
 
 def write_error(path: Path, error: Exception, kept: str = "") -> WriteError:
-    """An OSError or SafetensorError as one line: the file, why, what is kept, what to do.
-
-    kept: what is left of earlier writes, in words. A WriteError is returned as it is.
-    """
+    """An OSError or SafetensorError as one line: the file, why, what is kept, what to do."""
     if isinstance(error, WriteError):
-        return error
+        return error.keeping(kept) if kept else error
     number = _number(error)
     reason = os.strerror(number) if number else str(error)
-    parts = [f"cannot write {path}: {reason}", kept, _REMEDIES.get(number, "")]
-    found = WriteError("; ".join(filter(None, parts)))
-    found.errno = number
-    return found
+    said, remedy = f"cannot write {path}: {reason}", _REMEDIES.get(number, "")
+    return WriteError(said, remedy=remedy, kept=kept, number=number)
 
 
 def is_of_the_disk(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ Every refusal is a UsageError of one line that names the key, its value and what
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterable
 
@@ -75,6 +76,10 @@ FRACTIONS = ("optim.beta1", "optim.beta2")
 NAMES = ("data.name", "eval.name", "phase.name", "parent")
 # Declared, because phases will name them, but nothing trains with them yet.
 OBJECTIVES_NOT_BUILT = ("sft", "dpo", "grpo")
+# Of paths: what Linux and macOS take, and the longest that a run makes below `out`.
+LONGEST_NAME = 255
+LONGEST_PATH = os.pathconf("/", "PC_PATH_MAX")
+BELOW_OUT = 512
 
 DEVICE_BEST = {
     "cpu": Features(
@@ -134,6 +139,7 @@ def check_run(run: RunConfig) -> None:
         )
     if not run.out.strip():
         raise UsageError("out is empty; out=. is the working directory")
+    _check_length(run.out)
     for rule in (
         _check_name,
         _check_model,
@@ -214,6 +220,18 @@ def _check_name(run: RunConfig) -> None:
     taken = {path.stem for path in (package_conf_dir() / "run").glob("*.yaml")} - {run.name}
     if run.name.lower() in taken:
         raise UsageError(f"name={run.name}: it would pass for the package's run {run.name.lower()}")
+
+
+def _check_length(out: str) -> None:
+    """A path that no file system takes is refused here, before half of it is written."""
+    path = os.fsencode(os.path.abspath(out))
+    said = out if len(out) <= 60 else f"{out[:60]}... ({len(out):,} characters)"
+    if "\0" in out:
+        raise UsageError("out holds a NUL character, which no path can")
+    if max(map(len, path.split(b"/"))) > LONGEST_NAME:
+        raise UsageError(f"out={said}: a name in it is longer than {LONGEST_NAME} bytes")
+    if len(path) > LONGEST_PATH - BELOW_OUT:
+        raise UsageError(f"out={said}: longer than {LONGEST_PATH - BELOW_OUT} bytes; use less")
 
 
 def _check_model(run: RunConfig) -> None:

@@ -34,13 +34,15 @@ from xtrain.data.split import (
 from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
-from xtrain.errors import UsageError
+from xtrain.errors import UsageError, is_of_the_disk, write_error
 
 Progress = Callable[[int, int | None], None]
 
 # Raised when the same inputs give other shards, so that old caches are not taken for them.
 _RECIPE = 1
 _GROUP_CHARS = 1 << 22
+# How often another process may take a lock's file away before it counts as never there.
+_RACES = 100
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    while True:
+    for _ in range(_RACES):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -239,11 +241,12 @@ def _lock(path: Path) -> int:
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 return handle
             os.close(handle)
-        except FileNotFoundError:
-            continue
+        except FileNotFoundError as error:  # by such a process, or it cannot be made, as in /proc
+            reason = error.strerror
         except OSError as error:
-            message = f"{path.parent}: cannot write the data cache: {error.strerror}"
-            raise UsageError(message) from error
+            reason = error.strerror
+            break
+    raise UsageError(f"{path.parent}: cannot write the data cache: {reason}")
 
 
 def _build(
@@ -268,6 +271,10 @@ def _build(
         sync_directory(temporary)
         os.rename(temporary, directory)
         sync_directory(directory.parent)
+    except OSError as error:
+        if is_of_the_disk(error) or not temporary.is_dir():  # else it is the source's
+            raise write_error(directory, error, "nothing of the prepared text is kept") from error
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

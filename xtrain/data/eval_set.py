@@ -28,7 +28,7 @@ from xtrain.data.sources import Source, open_source
 from xtrain.data.split import choose, hold_out
 from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer, load_gpt2
-from xtrain.errors import UsageError
+from xtrain.errors import UsageError, is_of_the_disk, write_error
 
 # Raised when the same recipe gives other tokens.
 _RECIPE = 1
@@ -152,6 +152,8 @@ def write_eval_set(
         sync_directory(temporary)
         _take_name(temporary, directory)
     except OSError as error:
+        if is_of_the_disk(error):
+            raise write_error(directory, error, "nothing of the set is kept") from error
         raise UsageError(f"{directory}: cannot write it: {error.strerror}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

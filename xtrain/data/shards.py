@@ -14,6 +14,7 @@ are damaged after that are not noticed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -106,7 +107,8 @@ class ShardWriter:
             if kind is None:
                 self._finish()
         finally:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a full disk: what it still held is dropped
+                self._file.close()
             self._temporary.unlink(missing_ok=True)
 
     def _write(self, data) -> None:

@@ -4,6 +4,7 @@ The directory is the source of truth; MLflow (`xtrain.track.mirror`) only reads 
 
 - manifest.json: what ran, on what, and how it ended. Status is RUNNING, FINISHED, FAILED or KILLED;
   a RUNNING run whose process is gone was killed, which `xtrain.track.resume` finds out.
+- .spare: room for the last manifest on a disk that has become full.
 - .lock: held by the process whose run it is (`xtrain.track.ownership`).
 - metrics.jsonl: `{"step": 10, "kind": "train", "time": ..., "loss": ...}`, one line a record, each
   written by one unbuffered write, so that a SIGKILL loses at most the line being written. Floats
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from xtrain.errors import UsageError, write_error
+from xtrain.errors import UsageError, WriteError, is_of_the_disk, write_error
 from xtrain.track.machine import identity
 from xtrain.track.ownership import acquire
 from xtrain.typed_json import (
@@ -43,6 +44,8 @@ from xtrain.typed_json import (
 )
 
 ABANDONED_S = 3600
+SPARE = ".spare"
+SPARE_BYTES = 1 << 15  # a manifest has a third of it; random, so that no file system shrinks it
 RUNNING = "RUNNING"
 ENDED = ("FINISHED", "FAILED", "KILLED")
 MANIFEST = {
@@ -108,6 +111,8 @@ class RunDir:
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file of the run atomically; name may be a relative path."""
+        if not self.path.is_dir():  # it would be made anew, with this one file
+            raise WriteError(f"cannot write {self.path / name}: the run directory is gone")
         return write_atomically(self.path / name, text)
 
     def write_json(self, name: str, value: object) -> Path:
@@ -126,8 +131,16 @@ class RunDir:
         """
         if status != RUNNING and status not in ENDED:
             raise ValueError(f"status {status!r}: choose one of {RUNNING}, {', '.join(ENDED)}")
-        self.update(status=status, ended=None if status == RUNNING else now())
+        ended = None if status == RUNNING else now()
+        try:
+            self.update(status=status, ended=ended)
+        except OSError as error:
+            if not is_of_the_disk(error):
+                raise
+            (self.path / SPARE).unlink(missing_ok=True)  # what it held is enough for a manifest
+            self.update(status=status, ended=ended)
         if status != RUNNING:
+            (self.path / SPARE).unlink(missing_ok=True)
             self.release()
 
     def own(self) -> None:
@@ -137,6 +150,8 @@ class RunDir:
         """
         if self._lock is None:
             self._lock = acquire(self.path)
+            with contextlib.suppress(OSError):  # without it a full disk leaves the run RUNNING
+                (self.path / SPARE).write_bytes(os.urandom(SPARE_BYTES))
 
     @property
     def is_owned(self) -> bool:
@@ -295,7 +310,8 @@ def write_atomically(path: Path, text: str) -> Path:
         os.replace(temporary, path)
         _sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a file system that became read-only
+            temporary.unlink(missing_ok=True)
         raise write_error(path, error) from error
     return path
 
@@ -327,7 +343,10 @@ def _make_directory(parent: Path) -> Path:
 
 def _append(descriptor: int, line: bytes) -> None:
     """Write all of the line or none of it."""
-    size = os.fstat(descriptor).st_size
+    status = os.fstat(descriptor)
+    if status.st_nlink == 0:  # deleted: what is written goes nowhere
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    size = status.st_size
     try:
         if os.write(descriptor, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
-from xtrain.errors import UsageError
+from xtrain.errors import UsageError, write_error
 from xtrain.models.hf import named_tensors
 from xtrain.train.optimizer import AdamW
 
@@ -54,17 +55,32 @@ def save(
 ) -> Checkpoint:
     """Write checkpoint `step` under `directory`; returns it once it is safely on the disk.
 
-    A complete checkpoint of that step is kept as it is; a damaged one is moved aside.
+    A complete checkpoint of that step is kept as it is; a damaged one is moved aside. Raises
+    WriteError when the disk refuses it; then nothing of it is left, and earlier ones stand.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     final = directory / str(step)
-    if final.exists():
-        with contextlib.suppress(UsageError):
-            return load_manifest(final)
-        final.rename(_free_name(directory / f"{step}.damaged"))
     temporary = directory / f".writing-{step}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    try:
+        directory.mkdir(exist_ok=True)  # its parent is the run's: if that is gone, so is the run
+        if final.exists():
+            with contextlib.suppress(UsageError):
+                return load_manifest(final)
+            final.rename(_free_name(directory / f"{step}.damaged"))
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        manifest = _write(temporary, step, buffers, optimizer, device, facts)
+        temporary.rename(final)
+        _flush_directory(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise write_error(final, error) from error
+    return Checkpoint(final, manifest)
+
+
+def _write(
+    directory: Path, step: int, buffers: FlatBuffers, optimizer: AdamW, device: Device, facts: dict
+) -> dict:
+    """The three files of a checkpoint, flushed to the disk; returns the manifest."""
     weights = {n: _host(device, v) for n, v in named_tensors(buffers, buffers.master).items()}
     state = {}
     for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
@@ -72,19 +88,17 @@ def save(
             state[f"{label}.{name}"] = _host(device, view)
     state["updates"] = np.asarray(device.host(optimizer.updates)).reshape(1)
     state["skipped"] = np.asarray(device.host(optimizer.skipped)).reshape(1)
-    save_file(weights, temporary / FILES[0], metadata={"format": "pt"})
-    save_file(state, temporary / FILES[1])
-    hashes = {name: _hash_and_flush(temporary / name) for name in FILES}
+    save_file(weights, directory / FILES[0], metadata={"format": "pt"})
+    save_file(state, directory / FILES[1])
+    hashes = {name: _hash_and_flush(directory / name) for name in FILES}
     manifest = {"format": FORMAT, "step": step, "sha256": hashes, **facts}
     sealed = manifest | {SEAL: _seal(manifest)}
-    with open(temporary / "manifest.json", "w") as file:
+    with open(directory / "manifest.json", "w") as file:
         file.write(json.dumps(sealed, indent=1, sort_keys=True) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _flush_directory(temporary)
-    temporary.rename(final)
     _flush_directory(directory)
-    return Checkpoint(final, manifest)
+    return manifest
 
 
 def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
@@ -172,7 +186,10 @@ def prune(directory: Path, *, saved: int, keep_last: int, best_step: int | None)
     steps = sorted((int(p.name) for p in _step_directories(directory)), reverse=True)
     for step in [s for s in steps if s <= saved][max(keep_last, 1) :]:
         if step != best_step:
-            shutil.rmtree(directory / str(step))
+            try:
+                shutil.rmtree(directory / str(step))
+            except OSError as error:
+                raise write_error(directory / str(step), error) from error
 
 
 def _step_directories(directory: Path) -> list[Path]:
