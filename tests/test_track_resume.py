@@ -186,7 +186,8 @@ def leave_behind(run):
 
 
 def left(run):
-    return [path.name for path in run.path.rglob(".*") if path.name != ".lock"]
+    owned = (".lock", ".spare")
+    return [path.name for path in run.path.rglob(".*") if path.name not in owned]
 
 
 def test_going_on_sweeps_what_the_dead_process_left_half_written(tmp_path):
