@@ -167,3 +167,33 @@ def test_a_replaced_file_is_hashed_again(path):
     open_shard(path)
     write_shard(path, [[9, 9, 9], [4], [5, 6, 50256]])
     assert open_shard(path).tokens[0] == 9
+
+
+def remade(path, change):
+    """The shard with other bytes in its payload, and hashes that agree with them."""
+    raw = bytearray(path.read_bytes())
+    payload = np.frombuffer(raw[256:], np.uint8).copy()
+    change(payload)
+    fields = bytearray(raw[:224])
+    at = 8 + 4 + 4 + 8 + 8 + 8
+    fields[at : at + 32] = hashlib.sha256(payload.tobytes()).digest()
+    path.write_bytes(bytes(fields) + hashlib.sha256(fields).digest() + payload.tobytes())
+    return path
+
+
+def test_ids_beyond_the_vocabulary_are_refused_whatever_the_hashes_say(path):
+    remade(path, lambda payload: payload.view("<u2").__setitem__(3, 50257))
+    with pytest.raises(UsageError, match="id 50257 in a vocabulary of 50257"):
+        open_shard(path)
+
+
+@pytest.mark.parametrize(("number", "value"), [(0, 1), (1, 0), (2, 3), (2, 2**63), (3, 6)])
+def test_documents_that_do_not_follow_each_other_are_refused(path, number, value):
+    remade(path, lambda payload: payload.view("<u8")[-4:].__setitem__(number, value))
+    with pytest.raises(UsageError, match="documents do not follow each other"):
+        open_shard(path)
+
+
+def test_a_name_longer_than_any_file_is_refused():
+    with pytest.raises(UsageError, match="File name too long"):
+        open_shard("x" * 5000)

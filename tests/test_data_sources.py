@@ -209,3 +209,86 @@ def test_text_shorter_than_a_sequence_names_both_lengths(tmp_path):
     tokens = prepared.manifest["train"]["tokens"]
     message = refusal(PackedWindows, prepared.train, seed=0, batch_size=1, seq_len=512)
     assert message.startswith(f"train.seq_len=512: longer than the training data, {tokens} tokens")
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_every_kind_of_arrow_text_is_read(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = ["a", None, "b", "a"]
+    array = pyarrow.array(texts)
+    array = array.dictionary_encode() if kind == "dictionary" else array.cast(kind)
+    path = write_parquet(tmp_path / "a.parquet", {"text": array})
+    assert texts_of("text", path=str(path)) == ["a", "", "b", "a"]
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    message = refusal(texts_of, "text", path=str(tmp_path / "a.parquet"))
+    assert "2 columns are called 'text'" in message
+
+
+def test_arrow_text_that_is_no_utf8_is_refused_with_its_file(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    raw = pyarrow.array([b"caf\xe9"], pyarrow.binary())
+    odd = pyarrow.StringArray.from_buffers(1, *raw.buffers()[1:])
+    path = write_parquet(tmp_path / "a.parquet", {"text": odd})
+    assert f"{path}: not a readable parquet file" in refusal(texts_of, "text", path=str(path))
+
+
+def peak_megabytes_of_reading(path):
+    script = (
+        "import resource, sys; from xtrain.data.sources import open_source\n"
+        "import pyarrow.parquet\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3\n"
+        "before = peak()\n"
+        "n = sum(map(len, open_source('text', path=sys.argv[1]).read()))\n"
+        "print(n, peak() - before)"
+    )
+    command = [sys.executable, "-c", script, path]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    characters, megabytes = told.stdout.split()
+    return int(characters), float(megabytes)
+
+
+def test_a_small_parquet_file_of_large_rows_is_read_a_piece_at_a_time(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    indices = pyarrow.array([0] * 1000, pyarrow.int32())
+    column = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(["ab" * 3_000_000]))
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"text": column}),
+        path,
+        compression="zstd",
+        store_schema=False,
+        dictionary_pagesize_limit=1 << 27,
+    )
+    assert path.stat().st_size < 2000
+    characters, megabytes = peak_megabytes_of_reading(path)
+    assert characters == 6_000_000_000
+    assert megabytes < 200
+
+
+def test_a_parquet_file_that_claims_a_thousand_times_its_size_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    column = pyarrow.array(["a" * 70_000_000])
+    parquet.write_table(
+        pyarrow.table({"text": column}),
+        path,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+    )
+    assert path.stat().st_size < 10_000
+    assert "and says that they unpack to 7" in refusal(texts_of, "text", path=str(path))
+
+
+def test_a_path_longer_than_any_is_refused():
+    message = refusal(texts_of, "text", path="x" * 5000)
+    assert message.endswith("no such file or directory")
+    assert len(message) < 300

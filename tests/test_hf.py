@@ -11,12 +11,13 @@ from safetensors.numpy import load_file, save_file
 from gates.instruments.golden import compare
 from gates.instruments.golden.reference import MODELS
 from pipelines.export import export_model
+from xtrain.assemble.origin import find_origin
 from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.hf import export, named_tensors
-from xtrain.models.hf_import import differing_tensors, load_hf, read_config
+from xtrain.models.hf_import import differing_tensors, load_hf, read_config, require_weights
 from xtrain.models.qwen3 import Qwen3
 
 GROUPED, TIED = (golden.config for golden in MODELS)
@@ -141,11 +142,11 @@ def test_a_model_without_qk_norm_is_not_exported(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters="),
         ({"rope_theta": 5e5}, r"rope_parameters\.rope_theta=10000\.0, rope_theta=500000\.0"),
         ({"rope_theta": "absent", "rope_parameters": None}, "one rope_theta was expected: none"),
-        ({"head_dim": "absent"}, "no head_dim: a positive integer"),
+        ({"head_dim": "absent"}, "head_dim is missing, not a whole number from 2"),
         ({"head_dim": 15}, "head_dim=15: it must be even"),
-        ({"hidden_size": 32.5}, "hidden_size=32.5: a positive integer"),
+        ({"hidden_size": 32.5}, "hidden_size is 32.5, not a whole number from 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3: it must divide"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps=0: a positive number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, not a number from 1e-18 to 1"),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_by_name(tmp_path, changes, said):
@@ -240,10 +241,10 @@ def test_half_precision_weights_are_widened_exactly(tmp_path):
     ("damage", "said"),
     [
         (lambda d: (d / "config.json").unlink(), "out is not a Hugging Face model: no config.json"),
-        (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json is damaged: not JSON"),
         (
             lambda d: (d / "config.json").write_text("[1]"),
-            "config.json: a JSON object was expected",
+            r"config.json is damaged: \[1\], not an object",
         ),
         (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (
@@ -392,3 +393,84 @@ def test_a_sharded_directory_of_transformers_is_imported(tmp_path, dtype):
         logits = wide(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].numpy()
     ours = model.logits(model(np.int32([[3, 1, 4, 1, 5]]))).data[0]
     assert np.abs(ours - logits).max() <= 1e-4
+
+
+MISTYPED = {
+    "tie_word_embeddings": ["false", 1, None],
+    "num_hidden_layers": [10**7, "2", True, 1.0, None, -1, [2]],
+    "max_position_embeddings": [10**12, 10**30, 0],
+    "vocab_size": [2**40],
+    "rope_theta": ["1e6", 1e300, -1],
+    "initializer_range": ["0.02", None, 1e300],
+    "rms_norm_eps": [1e-300, "1e-6"],
+    "layer_types": ["full_attention", [1], 7],
+    "use_sliding_window": ["no", 0],
+    "sliding_window": ["4096"],
+    "max_window_layers": [[], "28"],
+    "architectures": ["Qwen3ForCausalLM", 1],
+    "model_type": [7, None, ["qwen3"]],
+    "rope_parameters": ["default", [], {"rope_type": "default", "rope_theta": "10"}],
+    "hidden_act": [["silu"], None],
+    "attention_bias": ["false"],
+}
+
+
+@pytest.mark.parametrize("key", MISTYPED)
+def test_a_value_of_another_type_or_range_is_refused_by_its_key(tmp_path, key):
+    write(tmp_path / "out")
+    for value in MISTYPED[key]:
+        edit_config(tmp_path / "out", **{key: value})
+        with pytest.raises(UsageError, match=rf"config\.json.*{key}") as caught:
+            read_config(tmp_path / "out")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, '{"a":' * 10**5, "9" * 10**5, "\ud800", "NaN", ""]
+)
+def test_odd_json_is_one_line_that_names_the_file(tmp_path, name, content):
+    write(tmp_path / "out")
+    if name != "config.json":
+        split_in_two(tmp_path / "out")
+    (tmp_path / "out" / name).write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UsageError, match=name) as caught:
+        compare.imported(tmp_path / "out", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_shard_name_longer_than_any_file_is_refused(tmp_path):
+    write(tmp_path / "out")
+    table = split_in_two(tmp_path / "out")
+    index = tmp_path / "out/model.safetensors.index.json"
+    for name in ("x" * 5000, "a\u0000b", ""):
+        index.write_text(json.dumps({"weight_map": {**table, "lm_head.weight": name}}))
+        with pytest.raises(UsageError, match="index.json") as caught:
+            compare.imported(tmp_path / "out", "cpu")
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_path_longer_than_any_is_no_directory():
+    with pytest.raises(UsageError, match="no such directory"):
+        find_origin("x" * 5000)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    write(tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][-1, -1] = value
+    save_file(tensors, path)
+    with pytest.raises(UsageError, match=rf"{name} holds a NaN or infinity"):
+        compare.imported(tmp_path / "out", "cpu")
+
+
+def test_fewer_weights_than_the_config_says_are_refused_before_a_model_is_made(tmp_path):
+    write(tmp_path / "out")
+    require_weights(tmp_path / "out", read_config(tmp_path / "out"))
+    edit_config(tmp_path / "out", num_hidden_layers=4096, layer_types=None)
+    with pytest.raises(UsageError, match="config.json makes them"):
+        require_weights(tmp_path / "out", read_config(tmp_path / "out"))

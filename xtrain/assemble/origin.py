@@ -5,6 +5,7 @@ run; `load_origin` reads them into its learner.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from xtrain.data.tokenizers.gpt2 import Tokenizer
 from xtrain.data.tokenizers.imported import FILE, load_tokenizer
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
-from xtrain.models.hf_import import load_hf, read_config
+from xtrain.models.hf_import import load_hf, read_config, require_weights
 from xtrain.track.registry import model_directory
 from xtrain.train import checkpoint
 
@@ -59,7 +60,7 @@ def find_origin(said: str) -> Origin:
     Raises UsageError when it is none of these, or not a model that this program computes.
     """
     path = model_directory(said) if said.startswith("models:/") else Path(said)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # no error for a name that is longer than any file's
         raise UsageError(f"init_from={said}: no such directory")
     if (path / "checkpoints").is_dir():
         found, _ = checkpoint.latest(path / "checkpoints")
@@ -74,6 +75,7 @@ def find_origin(said: str) -> Origin:
             return Origin(said, path, True, None)
         return Origin(said, path, True, saved.model, saved.data.tokenizer, saved)
     model = read_config(path)
+    require_weights(path, model)
     return Origin(said, path, False, model, _own_tokenizer(path, model))
 
 

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,12 @@ _HUB = {
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
 }
 _CHUNK_BYTES = 1 << 22
-_ROWS = 1024
+# Of a parquet file: what is read at once, and how far text can have been packed.
+_READ_BYTES = 1 << 20
+_GROUP_BYTES = 1 << 26
+_ROWS = 1 << 16
+_ROWS_OF_A_LARGE_GROUP = 32
+_MOST_PACKED = 1000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -97,14 +103,14 @@ def find_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """
     wanted = ", ".join(suffixes)
     root = Path(path).expanduser()
-    if root.is_dir():
+    if os.path.isdir(root):  # no error for a name that is longer than any file's
         files = [f for f in root.rglob("*") if f.suffix.lower() in suffixes and f.is_file()]
         files = [f for f in files if not any(p.startswith(".") for p in f.relative_to(root).parts)]
         if not files:
             raise UsageError(f"data.path={path}: no {wanted} file in this directory")
         return sorted(files, key=lambda f: f.relative_to(root).parts)
-    if not root.exists():
-        raise UsageError(f"data.path={path}: no such file or directory")
+    if not os.path.exists(root):
+        raise UsageError(f"data.path={path[:200]}: no such file or directory")
     if root.suffix.lower() not in suffixes:
         raise UsageError(f"data.path={path}: the file's name must end in one of {wanted}")
     if root.stat().st_size == 0:
@@ -209,24 +215,70 @@ def _field(row: object, text_key: str, where: str) -> str:
 
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+    """Texts of a column, of each row group in pieces, so that memory is bounded in bytes.
+
+    A small group is read as a dictionary of its values, which any number of rows may mean; of a
+    large one a few rows at a time are.
+    """
     import pyarrow
     import pyarrow.parquet
 
+    opened = partial(pyarrow.parquet.ParquetFile, path, buffer_size=_READ_BYTES)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if text_key not in columns:
-                raise UsageError(
-                    f"{path}: no column {text_key!r} (columns: {', '.join(columns)}); "
-                    "set data.text_key"
-                )
-            kind = file.schema_arrow.field(text_key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UsageError(f"{path}: column {text_key!r} is {kind}, not string")
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
-                yield from (text or "" for text in batch.column(0).to_pylist())
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        with opened() as file:
+            _check_column(path, file.schema_arrow, text_key)
+        with opened() as plain, opened(read_dictionary=[text_key]) as as_dictionary:
+            for group in range(plain.metadata.num_row_groups):
+                unpacked = _unpacked_bytes(path, plain.metadata.row_group(group), text_key)
+                is_small = unpacked <= _GROUP_BYTES
+                file, rows = (as_dictionary, _ROWS) if is_small else (plain, _ROWS_OF_A_LARGE_GROUP)
+                for batch in file.iter_batches(rows, row_groups=[group], columns=[text_key]):
+                    yield from _texts(batch.column(0))
+    except UsageError:
+        raise
+    # Arrow raises its own errors and built-in ones: MemoryError, KeyError, ValueError, OSError.
+    except Exception as error:
         raise UsageError(f"{path}: not a readable parquet file: {_one_line(error)}") from error
+
+
+def _check_column(path: Path, schema, text_key: str) -> None:
+    import pyarrow
+
+    found = schema.names.count(text_key)
+    if found == 0:
+        names = ", ".join(schema.names)
+        raise UsageError(f"{path}: no column {text_key!r} (columns: {names}); set data.text_key")
+    if found > 1:
+        raise UsageError(f"{path}: {found} columns are called {text_key!r}; rename all but one")
+    kind = schema.field(text_key).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    texts = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
+    if not any(is_text(kind) for is_text in texts):
+        raise UsageError(f"{path}: column {text_key!r} is {kind}, not string")
+
+
+def _unpacked_bytes(path: Path, group, text_key: str) -> int:
+    """Of the column in a row group, as the file says; refused when text cannot be packed so far."""
+    columns = (group.column(i) for i in range(group.num_columns))
+    unpacked = next(c for c in columns if c.path_in_schema == text_key).total_uncompressed_size
+    size = path.stat().st_size
+    if unpacked > max(_GROUP_BYTES, _MOST_PACKED * size):
+        raise UsageError(
+            f"{path}: not a readable parquet file: it has {size} bytes and says that they unpack "
+            f"to {unpacked}, which text does not"
+        )
+    return unpacked
+
+
+def _texts(column) -> Iterator[str]:
+    import pyarrow
+
+    if not pyarrow.types.is_dictionary(column.type):
+        yield from (text.as_py() or "" for text in column)
+        return
+    values = [value.as_py() or "" for value in column.dictionary]
+    yield from ("" if i is None else values[i] for i in column.indices.to_pylist())
 
 
 def _hub(source: str, text_key: str, first: int, shards: int | None, revision: str) -> Source:

@@ -7,6 +7,8 @@ weights, and a missing or left-over tensor.
 """
 
 import json
+import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +18,40 @@ from xtrain.engine import device as devices
 from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError
-from xtrain.models.config import Qwen3Config
+from xtrain.models.config import NUMBERS, SIZES, Qwen3Config
+from xtrain.models.counts import count_parameters
 from xtrain.models.hf import ARCHITECTURE, CONFIG, WEIGHTS, named_tensors
 from xtrain.models.qwen3 import Qwen3
+from xtrain.typed_json import Between, Within, read_json
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+_COUNT = Between(0, 2**53)
+# What is read of config.json: what kind of model it is, and then its sizes.
+KIND = {
+    "model_type?": str,
+    "architectures?": (None, [str]),
+    "layer_types?": (None, [str]),
+    "num_hidden_layers?": _COUNT,
+    "use_sliding_window?": (None, bool),
+    "sliding_window?": (None, _COUNT),
+    "max_window_layers?": _COUNT,
+}
+SHAPE = {
+    **{key: Between(*limits) for key, limits in SIZES.items()},
+    "rms_norm_eps": Within(*NUMBERS["rms_norm_eps"]),
+    "rope_theta?": (None, Within(*NUMBERS["rope_theta"])),
+    "initializer_range?": Within(*NUMBERS["initializer_range"]),
+    "tie_word_embeddings?": bool,
+    "rope_scaling?": (None, dict),
+    "rope_parameters?": (None, dict),
+}
+ROPE_SHAPE = {
+    "rope_type?": str,
+    "type?": str,
+    "rope_theta?": Within(*NUMBERS["rope_theta"]),
+}
+INDEX_SHAPE = {"weight_map": {str: str}}
 # Keys that change the computation, and the only values that this model computes; absent is fine.
 REQUIRED_VALUES = {
     "hidden_act": ("silu",),
@@ -49,27 +69,44 @@ def read_config(directory: Path) -> Qwen3Config:
     Raises UsageError naming the key, its value and what is supported.
     """
     path = Path(directory) / CONFIG
-    found = _read_json(path)
+    found = _read_json(path, KIND)
     _require_dense_qwen3(path, found)
-    sizes = {key: _positive_integer(path, found, key) for key in SIZES}
+    found = _read_json(path, SHAPE)
+    sizes = {key: found[key] for key in SIZES}
     if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
         _refuse(path, found, "num_key_value_heads", "it must divide num_attention_heads")
     if sizes["head_dim"] % 2:
         _refuse(path, found, "head_dim", "it must be even, because RoPE rotates pairs")
     return Qwen3Config(
         **sizes,
-        rms_norm_eps=_positive_number(path, found, "rms_norm_eps"),
+        rms_norm_eps=float(found["rms_norm_eps"]),
         rope_theta=_rope_theta(path, found),
-        tie_word_embeddings=bool(found.get("tie_word_embeddings", False)),
+        tie_word_embeddings=found.get("tie_word_embeddings", False),
         initializer_range=float(found.get("initializer_range", 0.02)),
     )
+
+
+def require_weights(directory: Path, config: Qwen3Config) -> None:
+    """Refuse weights that are fewer than their config.json says, before a model is made of it.
+
+    Only the files' headers are read, which the reader checks against the files' sizes.
+    """
+    directory = Path(directory)
+    held = 0
+    for path in _files(directory):
+        with _open(path) as file:
+            shapes = (file.get_slice(name).get_shape() for name in file.keys())  # noqa: SIM118
+            held += sum(math.prod(shape) for shape in shapes)
+    needed = count_parameters(config, qk_norm=True).total
+    if held < needed:
+        raise UsageError(f"{directory}: {held} weights, {CONFIG} makes them {needed}")
 
 
 def load_hf(directory: Path, buffers: FlatBuffers, device: Device) -> None:
     """Put the weights of a Hugging Face directory into the buffers of a model of its shape.
 
     Names and shapes are all checked before anything is written. Raises UsageError naming the
-    tensor that is missing, left over, of another shape or of an unsupported dtype.
+    tensor that is missing, left over, of another shape, of an unsupported dtype or not finite.
     """
     directory = Path(directory)
     views = named_tensors(buffers, buffers.master)
@@ -93,6 +130,8 @@ def load_hf(directory: Path, buffers: FlatBuffers, device: Device) -> None:
         with _open(path) as file:
             for name in file.keys() & views.keys():
                 weights = file.get_tensor(name).astype(np.float32, copy=False)
+                if not np.isfinite(weights.sum(dtype=np.float64)):  # no finite sum overflows
+                    raise UsageError(f"{path}: {name} holds a NaN or infinity")
                 views[name][...] = device.array(weights)
     buffers.refresh_copy()
 
@@ -146,33 +185,18 @@ def _rope_theta(path: Path, found: dict) -> float:
         rope = found.get(key)
         if rope is None:
             continue
-        if not isinstance(rope, dict):
-            _refuse(path, found, key, "a table with rope_type and rope_theta was expected")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default" or rope.keys() - {"rope_type", "type", "rope_theta"}:
             _refuse(path, found, key, "only rope_type 'default', without scaling, is supported")
         if "rope_theta" in rope:
-            bases[f"{key}.rope_theta"] = _positive_number(path, rope, "rope_theta")
+            _read_json(path, {key: ROPE_SHAPE})
+            bases[f"{key}.rope_theta"] = float(rope["rope_theta"])
     if found.get("rope_theta") is not None:
-        bases["rope_theta"] = _positive_number(path, found, "rope_theta")
+        bases["rope_theta"] = float(found["rope_theta"])
     if len(set(bases.values())) != 1:
         stated = ", ".join(f"{key}={value}" for key, value in bases.items()) or "none is given"
         raise UsageError(f"{path}: one rope_theta was expected: {stated}")
     return next(iter(bases.values()))
-
-
-def _positive_integer(path: Path, found: dict, key: str) -> int:
-    value = found.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        _refuse(path, found, key, "a positive integer was expected")
-    return value
-
-
-def _positive_number(path: Path, found: dict, key: str) -> float:
-    value = found.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < np.inf:
-        _refuse(path, found, key, "a positive number was expected")
-    return float(value)
 
 
 def _refuse(path: Path, found: dict, key: str, why: str) -> None:
@@ -180,16 +204,11 @@ def _refuse(path: Path, found: dict, key: str, why: str) -> None:
     raise UsageError(f"{path}: {stated}: {why}")
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(path: Path, shape: dict) -> dict:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        return read_json(path, shape)
+    except FileNotFoundError:
         raise UsageError(f"{path.parent} is not a Hugging Face model: no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: a JSON object was expected")
-    return content
 
 
 def _files(directory: Path) -> list[Path]:
@@ -200,16 +219,14 @@ def _files(directory: Path) -> list[Path]:
         raise UsageError(f"{directory}: neither {WEIGHTS} nor {INDEX} (only safetensors is read)")
     names = sorted(set(_weight_map(directory / INDEX).values()))
     for name in names:
-        if Path(name).name != name or not (directory / name).is_file():
-            raise UsageError(f"{directory / INDEX}: shard {name} is not in {directory}")
+        # os.path: a name may be longer than any file's
+        if Path(name).name != name or not os.path.isfile(directory / name):
+            raise UsageError(f"{directory / INDEX}: shard {name[:80]} is not in {directory}")
     return [directory / name for name in names]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    table = _read_json(index).get("weight_map")
-    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
-        raise UsageError(f"{index}: a weight_map from tensors to files was expected")
-    return table
+    return _read_json(index, INDEX_SHAPE)["weight_map"]
 
 
 def _locate(files: list[Path]) -> dict[str, Path]:
