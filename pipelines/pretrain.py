@@ -5,6 +5,7 @@ This is the stage behind `phase=pretrain` and the T phases: next-token training 
 
 import resource
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
     held_out = eval_windows(run, prepared)
     facts = {"run": run.name, "config": config_fingerprint(run), "data": prepared.fingerprint}
     losses = {r["step"]: value_of(r, "loss") for r in read_records(out, "eval")}
+    trained, began = [0], time.perf_counter()
     _end_if_asked(stop)  # while the directory was made, or MLflow imported
 
     with Progress(run.train.total_steps, start) as progress:
@@ -41,6 +43,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
         def log(number: int, values: dict) -> None:
             out.log(number, values | {"memory_bytes": peak_memory_bytes(learner.device)})
             progress.show(number, values)
+            trained[0] = (number - start) * run.train.tokens_per_step
 
         def evaluate_now(number: int) -> None:
             result = measure(run, learner, held_out)
@@ -53,6 +56,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
         def save(number: int) -> None:
             directory = out.path / "checkpoints"
             tokens = number * run.train.tokens_per_step
+            out.sync()  # no checkpoint without the records that led to it
             checkpoint.save(
                 directory,
                 number,
@@ -74,6 +78,15 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
             optim_config=run.optim,
             hooks=loop.Hooks(log=log, evaluate=evaluate_now, save=save, stop=stop),
         )
+        progress.say(_speed(trained[0], time.perf_counter() - began))
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    """What the whole training did a second, which the speed of the steps alone overstates."""
+    rate = tokens / max(seconds, 1e-9)
+    return (
+        f"{tokens:,} tokens in {seconds:,.1f} s: {rate:,.0f} tok/s, evaluations and saves included"
+    )
 
 
 def _end_if_asked(stop: Callable[[], int | None]) -> None:
@@ -96,17 +109,54 @@ def read_records(out: RunDir, kind: str) -> list[dict]:
     return read_metrics(path, kind) if path.exists() else []
 
 
-def resume_point(out: RunDir, learner: Learner, wanted: Path | None) -> tuple[int, list[str]]:
-    """Restore the last complete checkpoint (or the one asked for); returns its step and notices."""
+def resume_point(
+    run: RunConfig, out: RunDir, learner: Learner, wanted: Path | None
+) -> tuple[int, list[str]]:
+    """Restore a checkpoint; returns its step and notices.
+
+    It is the one asked for, else the last complete one whose records are whole: a run that lacks
+    some would be refused at its end.
+    """
+    records, damaged_line = out.sound_records()
+    notices = [damaged_line] if damaged_line else []
     if wanted is not None:
-        found, damaged = checkpoint.load_manifest(wanted), []
+        found = checkpoint.load_manifest(wanted)
+        notices += filter(None, [_missing_records(run, out, records, found.step)])
     else:
-        found, damaged = checkpoint.latest(out.path / "checkpoints")
-    notices = [f"passed over: {line}" for line in damaged]
+        found, lines = _last_whole(run, out, records)
+        notices += [f"passed over: {line}" for line in lines]
     if found is None:
         return 0, [*notices, "no complete checkpoint yet: starting at step 0"]
     checkpoint.restore(found, learner.buffers, learner.optimizer, learner.device)
     return found.step, [*notices, f"resuming from checkpoint {found.path}"]
+
+
+def _last_whole(
+    run: RunConfig, out: RunDir, records: list[dict]
+) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+    passed = []
+    for found, line in checkpoint.newest_first(out.path / "checkpoints"):
+        lacking = line or _missing_records(run, out, records, found.step)
+        if not lacking:
+            return found, passed
+        passed.append(lacking)
+    return None, passed
+
+
+def _missing_records(run: RunConfig, out: RunDir, records: list[dict], step: int) -> str:
+    """A line when the last records before a checkpoint were lost, else "".
+
+    The intervals may have been changed since: those that the run began with count as well.
+    """
+    began = out.manifest.get("config", {}).get("train", {})
+    for kind, key in (("train", "log_every_steps"), ("eval", "eval_every_steps")):
+        now = getattr(run.train, key)
+        last = max((r["step"] for r in records if r["kind"] == kind), default=0)
+        wanted = [step - step % each for each in {now, began.get(key, now)}]
+        if last < min(wanted):
+            where = out.path / "checkpoints" / str(step)
+            return f"checkpoint {where}: metrics.jsonl ends at step {last} ({kind})"
+    return ""
 
 
 def sample(run: RunConfig, learner: Learner) -> list[tuple[str, str]]:

@@ -104,7 +104,7 @@ def _train_from(run: RunConfig, origin: Origin | None, prepared, found: RunDir |
             load_origin(origin, learner)
     if found is None:
         return _under_way(run, learner, prepared, partial(_open_new, run, prepared), 0)
-    start, lines = pretrain.resume_point(found, learner, _checkpoint_named(run.resume))
+    start, lines = pretrain.resume_point(run, found, learner, _checkpoint_named(run.resume))
     for line in lines:
         say(line)
     facts = device_facts(run.device)

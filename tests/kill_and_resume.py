@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-TIMINGS = ("time", "tok_s", "memory_bytes")
+TIMINGS = ("time", "tok_s", "wall_tok_s", "memory_bytes")
 
 
 def command(overrides: list[str]) -> list[str]:

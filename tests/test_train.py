@@ -362,6 +362,65 @@ def steps_of(what, asked):
     return [step for name, step in asked if name == what]
 
 
+class Given:
+    """Stands where the step and the source do: what the loop gives each step, in order."""
+
+    def __init__(self):
+        self.loads, self.device, self.optimizer = [], self, self
+        self.skipped = 0
+
+    def load(self, batch, number, lr):
+        self.loads.append((number, batch, lr))
+
+    def run(self):
+        return 1.0, 1.0
+
+    def host(self, value):
+        return value
+
+    def batch(self, number):
+        return f"windows of step {number}"
+
+    def epoch(self, number):
+        return 0.0
+
+
+@pytest.mark.parametrize("start", [0, 3, 6])
+def test_the_loop_gives_each_step_its_own_rate_windows_and_key(start):
+    """Numbers worked out by hand: four steps of warm-up, then linear to nothing at the last."""
+    given, nothing = Given(), lambda *arguments: None
+    config = replace(tiny_run.TRAIN, max_tokens=7 * 32)
+    optim = OptimConfig(lr=12.0, warmup_steps=4, schedule="linear", min_lr_ratio=0.0)
+    hooks = loop.Hooks(log=nothing, evaluate=nothing, save=nothing, stop=nothing)
+    loop.train(given, given, start=start, train_config=config, optim_config=optim, hooks=hooks)
+    rates = [3.0, 6.0, 9.0, 12.0, 12.0, 6.0, 0.0]
+    assert given.loads == [(n, f"windows of step {n}", rates[n]) for n in range(start, 7)]
+
+
+def test_the_wall_clock_speed_has_the_evaluations_and_saves_in_it(monkeypatch):
+    """A step takes a second, an evaluation ten, a save a hundred; one step is 32 tokens."""
+    now, logged = [0.0], {}
+
+    def takes(seconds):
+        def pass_time(*arguments):
+            now[0] += seconds
+            return 1.0, 1.0
+
+        return pass_time
+
+    given = Given()
+    given.run = takes(1.0)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    config = replace(tiny_run.TRAIN, max_tokens=3 * 32, eval_every_steps=1, save_every_steps=2)
+    hooks = loop.Hooks(
+        log=logged.__setitem__, evaluate=takes(10.0), save=takes(100.0), stop=lambda: None
+    )
+    optim = OptimConfig(lr=1.0)
+    loop.train(given, given, start=0, train_config=config, optim_config=optim, hooks=hooks)
+    assert [logged[n]["tok_s"] for n in (1, 2, 3)] == [32.0, 32.0, 32.0]
+    assert [logged[n]["wall_tok_s"] for n in (1, 2, 3)] == [32.0, 32.0 / 11.0, 32.0 / 111.0]
+
+
 def test_the_loop_logs_evaluates_and_saves_when_asked_and_at_the_end(tmp_path):
     asked = record_loop(tmp_path, log_every_steps=2, eval_every_steps=3, save_every_steps=4)
     assert steps_of("log", asked) == [2, 4, 6, 7]

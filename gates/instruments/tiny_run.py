@@ -143,7 +143,7 @@ def run(
         start = found.step
 
     def log(step: int, values: dict) -> None:
-        kept = {name: repr(value) for name, value in values.items() if name != "tok_s"}
+        kept = {name: repr(value) for name, value in values.items() if "tok_s" not in name}
         with open(directory / "trace.jsonl", "a") as file:
             file.write(json.dumps({"step": step, **kept}) + "\n")
 

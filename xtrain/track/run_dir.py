@@ -101,12 +101,40 @@ class RunDir:
         except OSError as error:
             raise write_error(self.path / "metrics.jsonl", error) from error
 
+    def sync(self) -> None:
+        """Make every record so far survive a power cut: before a checkpoint that relies on them."""
+        if self._metrics is None:
+            return
+        try:
+            os.fsync(self._metrics)
+            _sync_directory(self.path)
+        except OSError as error:
+            raise write_error(self.path / "metrics.jsonl", error) from error
+
+    def sound_records(self) -> tuple[list[dict], str]:
+        """The records before the first damaged line, and a line that names that one, or ""."""
+        found: list[dict] = []
+        try:
+            for record, _ in _records(self.path / "metrics.jsonl"):
+                found.append(record)
+        except FileNotFoundError:
+            return [], ""
+        except UsageError as error:
+            return found, f"{error}; it and what follows it are dropped"
+        return found, ""
+
     def truncate_after(self, step: int) -> None:
-        """Drop every record after a step, so that none is doubled when it is redone."""
+        """Drop every record after a step, so that none is doubled when it is redone.
+
+        What follows a damaged line is dropped too.
+        """
         self._close_metrics()
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            kept = [line for record, line in _records(metrics) if record["step"] <= step]
+            kept = []
+            with contextlib.suppress(UsageError):
+                for record, line in _records(metrics):
+                    kept += [line] if record["step"] <= step else []
             self.write_text("metrics.jsonl", "".join(kept))
 
     def write_text(self, name: str, text: str) -> Path:
@@ -360,13 +388,16 @@ def _records(path: Path) -> Iterable[tuple[dict, str]]:
     try:
         with open_regular(path) as file:
             lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
             record = read_record(line)
         except ValueError as error:
-            raise UsageError(f"{path} line {number} is damaged: {error}") from error
+            reason = "NUL bytes, as a power cut leaves them" if b"\0" in line else error
+            raise UsageError(f"{path} line {number} is damaged: {reason}") from error
         yield record, line.decode() + "\n"
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,12 +168,20 @@ def _put(tensors: dict, views: dict, device: Device) -> None:
 def latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """The last complete checkpoint, and one line for each damaged one that was passed over."""
     damaged = []
+    for found, line in newest_first(directory):
+        if found is not None:
+            return found, damaged
+        damaged.append(line)
+    return None, damaged
+
+
+def newest_first(directory: Path) -> Iterator[tuple[Checkpoint | None, str]]:
+    """(checkpoint, "") or (None, what is damaged) for each of a directory, the last step first."""
     for path in sorted(_step_directories(directory), key=lambda p: -int(p.name)):
         try:
-            return load_manifest(path), damaged
+            yield load_manifest(path), ""
         except UsageError as error:
-            damaged.append(str(error))
-    return None, damaged
+            yield None, str(error)
 
 
 def prune(directory: Path, *, saved: int, keep_last: int, best_step: int | None) -> None:

@@ -44,7 +44,8 @@ def train(
     last, per_step = train_config.total_steps, train_config.tokens_per_step
     if start == 0:
         hooks.evaluate(0)
-    clock, clocked = time.perf_counter(), start
+    clock = wall = time.perf_counter()
+    clocked = start
     for number in range(start, last):
         lr = learning_rate(optim_config, number, last)
         step.load(source.batch(number), number, lr)
@@ -60,13 +61,16 @@ def train(
                 "skipped": int(step.device.host(step.optimizer.skipped)),
             }
             now = time.perf_counter()
-            values["tok_s"] = (done - clocked) * per_step / max(now - clock, 1e-9)
+            tokens = (done - clocked) * per_step
+            values["tok_s"] = tokens / max(now - clock, 1e-9)
+            values["wall_tok_s"] = tokens / max(now - wall, 1e-9)
             hooks.log(done, values)
-            clock, clocked = now, done
+            clock, wall, clocked = now, now, done
         if done % train_config.eval_every_steps == 0 or done == last:
             paused = time.perf_counter()
             hooks.evaluate(done)
-            clock += time.perf_counter() - paused  # tok_s is of training alone
+            # tok_s is of training alone; wall_tok_s has the evaluations and saves before it too.
+            clock += time.perf_counter() - paused
         signal = hooks.stop()
         if signal is not None or done % train_config.save_every_steps == 0 or done == last:
             paused = time.perf_counter()
