@@ -27,11 +27,12 @@ def kept(kernel, capability: tuple[int, int]) -> bytes:
     except OSError:
         machine_code = kernel.cubin(capability)
     with contextlib.suppress(OSError):
-        _write(path, machine_code)
+        write(path, machine_code)
     return machine_code
 
 
-def _write(path: Path, machine_code: bytes) -> None:
+def write(path: Path, machine_code: bytes) -> None:
+    """Put a file in its place, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(machine_code)
