@@ -9,8 +9,6 @@
 #include "flash_attention_backward.cuh"
 #include "wgmma.cuh"
 
-#define MEMBER(type, name) static_cast<word>(__builtin_offsetof(type, name))
-
 #ifndef HEAD_DIM
 #define HEAD_DIM 32
 #endif
@@ -60,12 +58,18 @@ __device__ __forceinline__ void add_product(float (&sums)[D / 2], const word (&a
                    described<ROW_BYTES>(b + down(i)), true);
 }
 
+// A warp is done with a stage, which may be filled again when all are.
+__device__ __forceinline__ void release(word empty) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+}
+
 struct QueryShared {
     alignas(1024) bf16_bits q[ROWS * D];
     alignas(1024) bf16_bits dy[ROWS * D];
     alignas(1024) bf16_bits k[QUERY_STAGES][TILE * D];
     alignas(1024) bf16_bits v[QUERY_STAGES][TILE * D];
-    alignas(16) word64 full[QUERY_STAGES + 1];
+    alignas(16) word64 full[QUERY_STAGES + 1], empty[QUERY_STAGES];
 };
 
 // dq, and the terms of each row that `keys` needs. grid (blocks of ROWS queries, H, B)
@@ -79,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
             int padded, float scale) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char raw[];
+    QueryShared& s = *reinterpret_cast<QueryShared*>(raw);
     const int block = gridDim.x - 1 - blockIdx.x, h = blockIdx.y, b = blockIdx.z, kv = h / (H / Hk);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int q0 = block * ROWS, row = q0 + warp * 16 + g;  // and row + 8
@@ -91,9 +96,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
         tile = min(range_of_starts(starts, q0, min(T, q0 + ROWS)).x, q0) / TILE;
     }
     const int tiles = block + 1;  // of keys that the block's queries see
-    const word base = shared_address(raw), k_at = base + MEMBER(QueryShared, k),
-               v_at = base + MEMBER(QueryShared, v);
-    const word full = base + MEMBER(QueryShared, full), resident = full + 8 * QUERY_STAGES;
+    const word k_at = shared_address(s.k),
+               v_at = shared_address(s.v);
+    const word full = shared_address(s.full), resident = full + 8 * QUERY_STAGES,
+               empty = resident + 8;
     auto load = [&](int at, int stage) {
         barrier_expect(full + 8 * stage, 2 * TILE_BYTES);
         copy_rows(k_at + stage * TILE_BYTES, k_map, full + 8 * stage, at * TILE, kv, b);
@@ -101,10 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
     };
     if (threadIdx.x == 0) {
         for (int i = 0; i <= QUERY_STAGES; i++) barrier_init(full + 8 * i, 1);
+        for (int i = 0; i < QUERY_STAGES; i++) barrier_init(empty + 8 * i, THREADS / 32);
         stores_visible_to_wgmma();
         barrier_expect(resident, 2 * ROWS * D * 2);
-        copy_rows(base + MEMBER(QueryShared, q), q_map, resident, q0, h, b);
-        copy_rows(base + MEMBER(QueryShared, dy), dy_map, resident, q0, h, b);
+        copy_rows(shared_address(s.q), q_map, resident, q0, h, b);
+        copy_rows(shared_address(s.dy), dy_map, resident, q0, h, b);
         for (int i = 0; i < QUERY_STAGES - 1; i++)
             if (tile + i < tiles) load(tile + i, i);
     }
@@ -127,21 +134,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
             deltas[head * padded + accumulator_order(r)] = delta[half];
         }
     }
-    const word q_tile = rows_at(base + MEMBER(QueryShared, q));
-    const word dy_tile = rows_at(base + MEMBER(QueryShared, dy));
+    const word q_tile = rows_at(shared_address(s.q));
+    const word dy_tile = rows_at(shared_address(s.dy));
     const float factor = scale * LOG2E;
     float sums[D / 2];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) sums[i] = 0;
     int stage = 0;
     word parity = 0;
+    bool again = false;
     barrier_wait(resident, 0);
     for (; tile < tiles; tile++) {
         barrier_wait(full + 8 * stage, parity);
-        __syncthreads();  // the stage before this one is free
-        if (threadIdx.x == 0 && tile + QUERY_STAGES - 1 < tiles)
-            load(tile + QUERY_STAGES - 1, stage == 0 ? QUERY_STAGES - 1 : stage - 1);
-        __syncwarp();
         const int k0 = tile * TILE;
         const word k_now = rows_at(k_at + stage * TILE_BYTES),
                    v_now = rows_at(v_at + stage * TILE_BYTES);
@@ -149,6 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
         wgmma_fence();
         product_of_rows(p, q_tile, k_now);
         product_of_rows(dp, dy_tile, v_now);
+        if (threadIdx.x == 0 && tile + QUERY_STAGES - 1 < tiles) {
+            const int before = stage == 0 ? QUERY_STAGES - 1 : stage - 1;
+            if (again) barrier_wait(empty + 8 * before, stage == 0 ? parity ^ 1 : parity);
+            load(tile + QUERY_STAGES - 1, before);
+        }
+        __syncwarp();
+        again = true;
         wgmma_wait<1>();
         hold(p);
         if (k0 + TILE > q0 + 1 || (starts && __any_sync(~0u, max(first[0], first[1]) > k0))) {
@@ -174,6 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
         wgmma_commit();
         wgmma_wait<0>();
         hold(sums);
+        release(empty + 8 * stage);
         if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
     }
     store_rows<BLOCKS>(dq + b * at_dq.batch + h * at_dq.head, at_dq.token, row, T, sums, scale);
@@ -187,7 +199,7 @@ struct KeyShared {
     alignas(1024) bf16_bits dy[KEY_STAGES][TILE * D];
     alignas(16) float offset[KEY_STAGES][TILE];
     alignas(16) float delta[KEY_STAGES][TILE];
-    alignas(16) word64 full[KEY_STAGES + 1];
+    alignas(16) word64 full[KEY_STAGES + 1], empty[KEY_STAGES];
 };
 
 // dk and dv: sums over the heads of the group. grid (blocks of ROWS keys, Hk, B)
@@ -215,18 +227,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
         }
         __syncthreads();
     }
-    const word base = shared_address(raw), q_at = base + MEMBER(KeyShared, q),
-               dy_at = base + MEMBER(KeyShared, dy);
-    const word full = base + MEMBER(KeyShared, full), resident = full + 8 * KEY_STAGES;
+    const word q_at = shared_address(s.q),
+               dy_at = shared_address(s.dy);
+    const word full = shared_address(s.full), resident = full + 8 * KEY_STAGES,
+               empty = resident + 8;
     auto load = [&](const Walk& at, int stage) {
         const int q0 = at.tile * TILE, h = kv * group + at.head;
         const word barrier = full + 8 * stage;
         barrier_expect(barrier, 2 * TILE_BYTES + 8 * TILE);
         copy_rows(q_at + stage * TILE_BYTES, q_map, barrier, q0, h, b);
         copy_rows(dy_at + stage * TILE_BYTES, dy_map, barrier, q0, h, b);
-        copy_bytes(base + MEMBER(KeyShared, offset) + stage * TILE * 4,
+        copy_bytes(shared_address(s.offset) + stage * TILE * 4,
                    offsets + at.head * padded + q0, TILE * 4, barrier);
-        copy_bytes(base + MEMBER(KeyShared, delta) + stage * TILE * 4,
+        copy_bytes(shared_address(s.delta) + stage * TILE * 4,
                    deltas + at.head * padded + q0, TILE * 4, barrier);
     };
     Walk now = {starts ? ranges : nullptr, k0 / TILE, tiles, group, k0 + ROWS, 0, k0 / TILE};
@@ -234,10 +247,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
     Walk ahead = now;
     if (threadIdx.x == 0) {
         for (int i = 0; i <= KEY_STAGES; i++) barrier_init(full + 8 * i, 1);
+        for (int i = 0; i < KEY_STAGES; i++) barrier_init(empty + 8 * i, THREADS / 32);
         stores_visible_to_wgmma();
         barrier_expect(resident, 2 * ROWS * D * 2);
-        copy_rows(base + MEMBER(KeyShared, k), k_map, resident, k0, kv, b);
-        copy_rows(base + MEMBER(KeyShared, v), v_map, resident, k0, kv, b);
+        copy_rows(shared_address(s.k), k_map, resident, k0, kv, b);
+        copy_rows(shared_address(s.v), v_map, resident, k0, kv, b);
         for (int i = 0; i < KEY_STAGES - 1; i++)
             if (!ahead.done()) {
                 load(ahead, i);
@@ -245,23 +259,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
             }
     }
     __syncthreads();
-    const word k_tile = rows_at(base + MEMBER(KeyShared, k));
-    const word v_tile = rows_at(base + MEMBER(KeyShared, v));
+    const word k_tile = rows_at(shared_address(s.k));
+    const word v_tile = rows_at(shared_address(s.v));
     const float factor = scale * LOG2E;
     float dk_sums[D / 2], dv_sums[D / 2];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) dk_sums[i] = dv_sums[i] = 0;
     int stage = 0;
     word parity = 0;
+    bool again = false;
     barrier_wait(resident, 0);
     while (!now.done()) {
         barrier_wait(full + 8 * stage, parity);
-        __syncthreads();  // the stage before this one is free
-        if (threadIdx.x == 0 && !ahead.done()) {
-            load(ahead, stage == 0 ? KEY_STAGES - 1 : stage - 1);
-            ahead.advance();
-        }
-        __syncwarp();
         const int q0 = now.tile * TILE;
         const word q_now = rows_at(q_at + stage * TILE_BYTES),
                    dy_now = rows_at(dy_at + stage * TILE_BYTES);
@@ -269,6 +278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
         wgmma_fence();
         product_of_rows(p, k_tile, q_now);
         product_of_rows(dp, v_tile, dy_now);
+        if (threadIdx.x == 0 && !ahead.done()) {
+            const int before = stage == 0 ? KEY_STAGES - 1 : stage - 1;
+            if (again) barrier_wait(empty + 8 * before, stage == 0 ? parity ^ 1 : parity);
+            load(ahead, before);
+            ahead.advance();
+        }
+        __syncwarp();
+        again = true;
         wgmma_wait<1>();
         hold(p);
         const bool by_start = starts && ranges[now.tile].y > k0;
@@ -320,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
         wgmma_wait<0>();
         hold(dk_sums);
         hold(dv_sums);
+        release(empty + 8 * stage);
         now.advance();
         if (++stage == KEY_STAGES) stage = 0, parity ^= 1;
     }

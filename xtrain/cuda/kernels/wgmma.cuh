@@ -110,6 +110,9 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void barrier_init(word barrier, word count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(word barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_expect(word barrier, word bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
