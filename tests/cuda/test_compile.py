@@ -180,6 +180,20 @@ def test_cuda_source_compiles_for_other_sizes(name, defines):
     assert nvrtc.cubin(name, "sm_90", defines).startswith(b"\x7fELF")
 
 
+def test_a_header_may_include_a_header_that_its_file_includes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvrtc, "FOLDER", tmp_path)
+    (tmp_path / "inner.cuh").write_text("typedef float real;\n")
+    (tmp_path / "outer.cuh").write_text('#include "inner.cuh"\ntypedef real* reals;\n')
+    (tmp_path / "both.cu").write_text('#include "outer.cuh"\n#include "inner.cuh"\nint last;\n')
+    lines = nvrtc.text("both.cu").splitlines()
+    assert [line for line in lines if line.startswith("typedef")] == [
+        "typedef float real;",
+        "typedef real* reals;",
+    ]
+    assert lines[lines.index("typedef real* reals;") - 1] == '#line 2 "outer.cuh"'
+    assert lines[-3:] == ['#line 2 "both.cu"', "", "int last;"]
+
+
 def test_kernels_see_bf16_as_its_bits():
     assert launch.storage_name(bfloat16) == "uint16"
     assert launch.storage_name(np.float32) == "float32"

@@ -23,7 +23,8 @@ SHAPES = [(2, 4, 2, 256), (1, 2, 2, 333), (1, 3, 1, 37), (1, 1, 1, 1), (1, 7, 1,
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("architecture", "head_dim"), [*(("sm_80", n) for n in HEAD_DIMS), ("sm_120", 128)]
+    ("architecture", "head_dim"),
+    [("sm_80", 16), ("sm_80", 32), ("sm_80", 64), ("sm_90", 112), ("sm_120", 128)],
 )
 def test_tensor_core_gradients_spill_nothing(architecture, head_dim):
     assert _complaints(BF16, architecture, head_dim) == []
@@ -36,7 +37,7 @@ def test_warpgroup_products_spill_nothing_and_are_not_serialized(head_dim):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize("head_dim", [16])
 def test_fp32_gradients_compile(head_dim):
     defines = (f"HEAD_DIM={head_dim}",)
     assert nvrtc.cubin("flash_attention_backward_plain.cu", "sm_80", defines)
