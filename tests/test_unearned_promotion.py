@@ -168,7 +168,11 @@ def test_an_export_that_is_not_the_checkpoint_is_refused(tiny, capsys):
 
     assert xtrain() == 0
     (path,) = run_directories(tiny)
-    assert measure_run(path, "cpu", tiny / "outputs")["export_differing_tensors"] == 0
+    sound = measure_run(path, "cpu", tiny / "outputs")
+    assert sound["export_differing_tensors"] == 0
+    learnt = sound["unigram_nats"] - sound["val_loss"]
+    assert sound["margin_over_unigram_nats"] == learnt
+    assert sound["trained_tokens"] == 1920
     spoil_export(path)
     found = measure_run(path, "cpu", tiny / "outputs")["export_differing_tensors"]
     assert (found, found.why) == (1, "model.norm.weight")

@@ -65,8 +65,10 @@ def whose_bars(run: RunConfig) -> str:
 
 def known_data(gate: GateConfig, source: str, fingerprint: str) -> KnownData | None:
     """What the gate's file states of data with that fingerprint, None when it knows none such."""
-    same = ((k.source, k.fingerprint) == (source, fingerprint) for k in gate.data)
-    return next((known for known, is_same in zip(gate.data, same, strict=True) if is_same), None)
+    for known in gate.data:
+        if (known.source, known.fingerprint) == (source, fingerprint):
+            return known
+    return None
 
 
 def data_label(gate: GateConfig, source: str, fingerprint: str) -> str:
