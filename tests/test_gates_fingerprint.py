@@ -1,9 +1,16 @@
 """A gate's fingerprint changes with the code that it measures, and with nothing else."""
 
+import ast
+
 import pytest
 
 from gates.judging.find import HERE, find_gates
-from gates.judging.fingerprint import code_fingerprint, import_closure, package_roots
+from gates.judging.fingerprint import (
+    code_fingerprint,
+    import_closure,
+    package_roots,
+    read_source,
+)
 from xtrain.errors import UsageError
 
 FILES = {
@@ -82,6 +89,36 @@ def test_unless_the_gate_measures_on_the_cpu_too(project):
     before = fingerprint(project, "cuda")
     (project / "xtrain" / "cpu" / "linear.py").write_text("# changed\n")
     assert fingerprint(project, "cuda") != before
+
+
+def test_a_program_that_a_gate_starts_counts_with_all_that_it_imports(project):
+    """A Python of its own shows in no import: `-m NAME`, and the imports of `-c PROGRAM`."""
+    (project / "gates" / "child.py").write_text("import sys\nPYTHON = sys.executable\n")
+    (project / "xtrain" / "nn" / "__main__.py").write_text("import xtrain.data.shards\n")
+    gate = project / "gates" / "t1_line.py"
+    gate.write_text('run("-m", "xtrain.nn")\nrun("-c", "from xtrain.nn import unused")\n')
+    started = {"xtrain.nn.__main__", "xtrain.data.shards", "xtrain.nn.unused"}
+    assert not started & set(import_closure(gate, roots(project)))
+    gate.write_text("from gates.child import run\n" + gate.read_text())
+    assert started <= set(import_closure(gate, roots(project)))
+
+
+def test_the_first_gate_hangs_on_the_command_that_it_runs():
+    found = import_closure(find_gates()["t1"].path)
+    assert {"pipelines.__main__", "pipelines.run", "xtrain.config.compose"} <= set(found)
+    assert "gates.instruments.simulated_kernels" in found
+
+
+def test_a_listing_of_all_gates_parses_every_file_once(monkeypatch):
+    parsed = []
+    sound = ast.parse
+    read_source.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", lambda text: parsed.append(text) or sound(text))
+        for device in ("cpu", "cuda"):
+            for file in find_gates().values():
+                code_fingerprint(file.path, device=device)
+    assert 100 < len(parsed) == len(set(parsed))
 
 
 def test_a_package_that_loads_all_its_modules_counts_whole(project):

@@ -5,13 +5,9 @@ with spoilt("..."): ...         inside, the child runs these lines of Python fir
 """
 
 import json
-from typing import TYPE_CHECKING
 from unittest import mock
 
 from gates.instruments.child import last_line, run_python
-
-if TYPE_CHECKING:
-    import gates.instruments.simulated_kernels  # noqa: F401  run in a child: its code is part of the fingerprint
 
 SPOILT = ""
 

@@ -2,12 +2,15 @@
 
 The import closure is found by walking syntax trees, without importing anything, and is restricted
 to the project's packages: a gate that does not import `xtrain.data` is not made stale by a change
-there, and a README edit stales nothing. Three things that plain imports do not show are followed:
+there, and a README edit stales nothing. Four things that plain imports do not show are followed:
 
 - `import_module` by name: every string in such a file that is a project module counts, and an
   f-string counts as a pattern (`f"xtrain.cpu.{name}"` is every module of `xtrain/cpu`, and so is
   `f"{__name__}.{name}"` in its own file);
 - packages that load all their modules (`pkgutil.iter_modules`, `walk_packages`);
+- a Python that it starts: in a file that names `sys.executable`, or imports one that does, every
+  string that is a project module counts, with its `__main__`, and every string that is a program
+  counts by its imports;
 - data files beside the code (CUDA C++ sources, golden arrays) that it names in a string.
 """
 
@@ -15,6 +18,8 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +28,36 @@ from xtrain.errors import UsageError
 
 PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
 CPU_KERNELS = "xtrain.cpu."
+
+
+OWN_NAME = "{__name__}"  # in an f-string's parts: the name of the module that it stands in
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the syntax tree of one file says, wherever the file is.
+
+    imports: (level, module, names) of its import statements. strings: constants. calls: names that
+    are called. formatted: the parts of its f-strings, None for what may be anything. starts_python:
+    whether it names `sys.executable`.
+    """
+
+    imports: tuple[tuple[int, str, tuple[str, ...]], ...]
+    strings: frozenset[str]
+    calls: frozenset[str]
+    formatted: tuple[tuple[str | None, ...], ...]
+    starts_python: bool
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Strings that may name a file or a directory beside this one."""
+        return [s for s in self.strings if re.fullmatch(r"[\w./-]+", s) and ".." not in s]
+
+    @cached_property
+    def data_names(self) -> list[str]:
+        """Those that may name a file of data."""
+        other = ("", ".py", ".md")
+        return [s for s in self.names if s[0] != "/" and Path(s).suffix not in other]
 
 
 def code_fingerprint(
@@ -40,7 +75,7 @@ def code_fingerprint(
     UsageError when a config does not exist.
     """
     closure = import_closure(gate_file, roots)
-    if device == "cuda" and "cpu" not in _strings(ast.parse(gate_file.read_bytes())):
+    if device == "cuda" and "cpu" not in read_source(gate_file.read_bytes()).strings:
         closure = {n: path for n, path in closure.items() if not n.startswith(CPU_KERNELS)}
     return hash_files({**closure, **_configs(composes)})
 
@@ -58,6 +93,7 @@ def import_closure(start: Path, roots: Mapping[str, Path] | None = None) -> dict
     modules = _all_modules(package_roots() if roots is None else roots)
     by_path = {path: name for name, path in modules.items()}
     start = start.resolve()
+    sources = _Sources()
     files: dict[str, Path] = {}
     waiting = [(by_path.get(start, f"gates.{start.stem}"), start)]
     while waiting:
@@ -65,13 +101,56 @@ def import_closure(start: Path, roots: Mapping[str, Path] | None = None) -> dict
         if name in files:
             continue
         files[name] = path
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-        strings = _strings(tree)
-        for data in _named_files(path.parent, strings):
+        source = sources[path]
+        for data in _named_files(path.parent, source):
             files[f"{name}:{data.relative_to(path.parent)}"] = data
-        for reached in _imported(tree, name, path, modules) | _loaded(tree, strings, name, modules):
-            waiting += [(part, modules[part]) for part in _with_parents(reached) if part in modules]
+        imported = _imported(source, name, path, modules)
+        reached = imported | _loaded(source, name, modules)
+        if source.starts_python or any(sources[modules[each]].starts_python for each in imported):
+            reached |= _started(source, modules)
+        for each in reached:
+            waiting += [(part, modules[part]) for part in _with_parents(each) if part in modules]
     return files
+
+
+class _Sources(dict):
+    """What each file says; read from the disk once a walk."""
+
+    def __missing__(self, path: Path) -> Source:
+        return self.setdefault(path, read_source(path.read_bytes()))
+
+
+@cache
+def read_source(content: bytes) -> Source:
+    """What a file of this content says; parsed once, however many gates reach it."""
+    imports, strings, calls, formatted = [], set(), set(), []
+    starts_python = False
+    for node in ast.walk(ast.parse(content)):
+        match node:
+            case ast.Import():
+                imports += [(0, alias.name, ()) for alias in node.names]
+            case ast.ImportFrom():
+                names = tuple(alias.name for alias in node.names if alias.name != "*")
+                imports.append((node.level, node.module or "", names))
+            case ast.Constant(value=str()) if len(node.value) < 200:
+                strings.add(node.value)
+            case ast.JoinedStr():
+                formatted.append(tuple(_text_of(part) for part in node.values))
+            case ast.Call():
+                calls.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
+            case ast.Attribute(value=ast.Name(id="sys"), attr="executable"):
+                starts_python = True
+    return Source(
+        tuple(imports), frozenset(strings), frozenset(calls), tuple(formatted), starts_python
+    )
+
+
+def _text_of(part: ast.expr) -> str | None:
+    """What a part of an f-string stands for, None when it may be anything."""
+    if isinstance(part, ast.Constant):
+        return part.value
+    hole = part.value
+    return OWN_NAME if isinstance(hole, ast.Name) and hole.id == "__name__" else None
 
 
 def package_roots() -> dict[str, Path]:
@@ -110,35 +189,27 @@ def _with_parents(name: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def _imported(tree: ast.AST, name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
+def _imported(source: Source, name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
     """Project modules of the import statements, at any depth of the file."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     reached = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            reached |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            reached.add(base)
-            names = [alias.name for alias in node.names]
-            if "*" in names:
-                names = []
-            reached |= {f"{base}.{each}" for each in names}
+    for level, base, names in source.imports:
+        if level:
+            above = package.split(".")[: len(package.split(".")) - level + 1]
+            base = ".".join([*above, base] if base else above)
+        reached.add(base)
+        reached |= {f"{base}.{each}" for each in names}
     return {each for each in reached if each in modules}
 
 
-def _loaded(tree: ast.AST, strings: set[str], name: str, modules: dict[str, Path]) -> set[str]:
+def _loaded(source: Source, name: str, modules: dict[str, Path]) -> set[str]:
     """Project modules that the file may load by name."""
-    called = {_called(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     reached = set()
-    if called & {"import_module", "__import__"}:
-        reached |= {each for each in strings if each in modules}
-        for pattern in _patterns(tree, name):
+    if source.calls & {"import_module", "__import__"}:
+        reached |= {each for each in source.strings if each in modules}
+        for pattern in _patterns(source, name):
             reached |= {each for each in modules if pattern.fullmatch(each)}
-    if called & {"iter_modules", "walk_packages"}:
+    if source.calls & {"iter_modules", "walk_packages"}:
         package = (
             name if modules.get(name, Path()).name == "__init__.py" else name.rpartition(".")[0]
         )
@@ -146,50 +217,43 @@ def _loaded(tree: ast.AST, strings: set[str], name: str, modules: dict[str, Path
     return reached
 
 
-def _called(node: ast.Call) -> str:
-    function = node.func
-    return getattr(function, "attr", getattr(function, "id", ""))
+def _started(source: Source, modules: Mapping[str, Path]) -> set[str]:
+    """Project modules that the file may give to a Python of its own: `-m NAME`, `-c "import ..."`.
+
+    `python -m package` runs its `__main__`.
+    """
+    named = {each for each in source.strings if each in modules}
+    reached = named | {f"{each}.__main__" for each in named}
+    for text in source.strings:
+        if "import " in text:
+            reached |= _imported(_read_program(text), "", Path(), modules)
+    return {each for each in reached if each in modules}
 
 
-def _patterns(tree: ast.AST, name: str) -> list[re.Pattern]:
+@cache
+def _read_program(text: str) -> Source:
+    """What a string says if it is Python, else nothing."""
+    try:
+        return read_source(text.encode())
+    except SyntaxError:
+        return read_source(b"")
+
+
+def _patterns(source: Source, name: str) -> list[re.Pattern]:
     """F-strings that begin with a project package, each hole one part of a dotted name."""
     patterns = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.JoinedStr):
-            continue
-        parts = [_text_of(part, name) for part in node.values]
-        if parts[0] is not None and parts[0].split(".")[0] in PACKAGES:
-            texts = (r"\w+" if part is None else re.escape(part) for part in parts)
+    for parts in source.formatted:
+        known = [name if part == OWN_NAME else part for part in parts]
+        if known[0] is not None and known[0].split(".")[0] in PACKAGES:
+            texts = (r"\w+" if part is None else re.escape(part) for part in known)
             patterns.append(re.compile("".join(texts)))
     return patterns
 
 
-def _text_of(part: ast.expr, name: str) -> str | None:
-    """What a part of an f-string of the module `name` stands for, None when it may be anything."""
-    if isinstance(part, ast.Constant):
-        return part.value
-    hole = part.value
-    return name if isinstance(hole, ast.Name) and hole.id == "__name__" else None
-
-
-def _strings(tree: ast.AST) -> set[str]:
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200
-    }
-
-
-def _named_files(directory: Path, strings: set[str]) -> list[Path]:
+def _named_files(directory: Path, source: Source) -> list[Path]:
     """Files that a string names, in the directory or in a subdirectory that a string names."""
-    names = [each for each in strings if re.fullmatch(r"[\w./-]+", each) and ".." not in each]
-    places = [directory, *(directory / each for each in names if (directory / each).is_dir())]
-    found = {
-        place / each
-        for place in places
-        for each in names
-        if not each.startswith("/")
-        and Path(each).suffix not in ("", ".py", ".md")
-        and (place / each).is_file()
-    }
+    if not source.data_names:
+        return []
+    places = [directory, *(p for each in source.names if (p := directory / each).is_dir())]
+    found = {p for place in places for each in source.data_names if (p := place / each).is_file()}
     return sorted(found)

@@ -5,7 +5,9 @@
 Nothing beyond this package sees an OmegaConf object. Whatever a user can get wrong is a UsageError.
 """
 
+import copy
 import dataclasses
+import io
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -90,22 +92,12 @@ def resolved_yaml(run: RunConfig) -> str:
 
 def read_tree(path: str | Path) -> dict:
     """A YAML file as nested dictionaries. Raises UsageError when it is not one."""
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not readable YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(tree, dict):
-        raise UsageError(f"{path}: not a mapping of keys")
-    return tree
+    return copy.deepcopy(_parsed(path, _content(path)))
 
 
 def read_part(kind: type, path: Path, key: str | None = None):
-    """What stands under a key of a file, or all of it, as a dataclass. Raises UsageError."""
-    tree = read_tree(path) if key is None else read_tree(path).get(key, {})
-    with one_line_errors(), environment_unread():
-        return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
+    """What stands under a key of a file, or all of it, as a frozen dataclass. Raises UsageError."""
+    return _part(kind, path, _content(path), key)
 
 
 def refuse_fixed(overrides: Sequence[str]) -> None:
@@ -213,3 +205,31 @@ def environment_unread() -> Iterator[None]:
         yield
     finally:
         OmegaConf.register_new_resolver("oc.env", env, replace=True)
+
+
+def _content(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+
+
+@cache
+def _parsed(path: str | Path, content: bytes) -> dict:
+    """The tree of a file of this content: a listing of all gates asks for each file many times."""
+    try:
+        text = io.StringIO(content.decode("utf-8"))
+        tree = OmegaConf.to_container(OmegaConf.load(text), resolve=False)
+    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not readable YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: not a mapping of keys")
+    return tree
+
+
+@cache
+def _part(kind: type, path: Path, content: bytes, key: str | None):
+    tree = _parsed(path, content)
+    tree = tree if key is None else tree.get(key, {})
+    with one_line_errors(), environment_unread():
+        return OmegaConf.to_object(OmegaConf.merge(schema_of(kind), tree))
