@@ -87,16 +87,16 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
     declined = paired.busy(here)
     if declined:
         return dict.fromkeys(names.values(), declined)
-    return {name: _speedup(here, features, rows) for rows, name in names.items()}
+    return {name: _speedup(here, features, rows, name) for rows, name in names.items()}
 
 
-def _speedup(here, features, rows: int) -> float:
+def _speedup(here, features, rows: int, name: str) -> float | NotMeasured:
     works = {"together": _together(rows), "alone": _alone(rows)}
     ways = {
         name: paired.Way(paired.sized_step(here, features, work), features)
         for name, work in works.items()
     }
-    return paired.ratio(paired.seconds(here, ways, rounds=3), "alone", "together")
+    return paired.ratios(here, ways, {name: ("alone", "together")}, rounds=3)[name]
 
 
 def _together(rows: int) -> Work:

@@ -137,8 +137,8 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
         "neither": replace(features, capture=False, pool=False),
     }
     ways = {name: paired.Way(paired.sized_step(here, f, WORK), f) for name, f in of.items()}
-    times = paired.seconds(here, ways, rounds=5, steps=3)
-    return {name: paired.ratio(times, "neither", way) for name, way in names.items()}
+    wanted = {name: ("neither", way) for name, way in names.items()}
+    return paired.ratios(here, ways, wanted, rounds=5, steps=3)
 
 
 def _features(device: str) -> Features:

@@ -168,8 +168,7 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
         return {"bf16_speedup": declined}
     features = paired.as_of("t12", "v4", device).features
     ways = {p: paired.Way(_sized(here, p), features) for p in PRECISIONS}
-    times = paired.seconds(here, ways, rounds=3, steps=2)
-    return {"bf16_speedup": paired.ratio(times, "fp32", "bf16")}
+    return paired.ratios(here, ways, {"bf16_speedup": ("fp32", "bf16")}, rounds=3, steps=2)
 
 
 def _after_each_update(spoil):

@@ -23,6 +23,7 @@ from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.params import FlatBuffers, Parameter
 from xtrain.engine.tensor import Tensor
+from xtrain.errors import OutOfDeviceMemory
 
 BEYOND = 2**31 + 1_000
 
@@ -155,7 +156,7 @@ def beyond(device: str) -> dict[str, float | NotMeasured]:
         wrong += differing_bits(doubled[:2_000], zeros)
         added = ops.add(Tensor(doubled), Tensor(doubled)).data
         wrong += differing_bits(added[-2_000:], (ends + ends) + (ends + ends))
-    except MemoryError as error:
+    except (MemoryError, OutOfDeviceMemory) as error:
         return {"beyond_2_31": NotMeasured(f"not enough device memory: {error}")}
     return {"beyond_2_31": float(wrong)}
 

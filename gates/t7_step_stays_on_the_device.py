@@ -157,8 +157,8 @@ def speed(device: str) -> Mapping[str, float | NotMeasured]:
     declined = paired.busy(learner.device)
     if declined:
         return dict.fromkeys(names, declined)
-    times = paired.seconds(learner.device, ways, rounds=9, steps=2)
-    return {name: paired.ratio(times, off, "all on") for name, off in names.items()}
+    wanted = {name: (off, "all on") for name, off in names.items()}
+    return paired.ratios(learner.device, ways, wanted, rounds=9, steps=2)
 
 
 def _switched(features: Features) -> dict[str, Features]:

@@ -1,9 +1,14 @@
 """Ways to do a step are timed in turn; and what T7 calls a difference."""
 
+import os
+
 import numpy as np
+import pytest
 
 from gates.instruments import paired
+from gates.judging.find import find_gates
 from gates.judging.gate import NotMeasured
+from xtrain.config.compose import gate_checks
 from xtrain.config.schema import Features
 from xtrain.engine import device as devices
 
@@ -47,6 +52,39 @@ def test_times_beside_other_processes_are_declined():
 
     declined = paired.busy(Shared())
     assert isinstance(declined, NotMeasured) and "2 other processes" in declined.reason
+
+
+@pytest.mark.parametrize(("others", "declined"), [(0.0, False), (30.0, True)])
+def test_a_ratio_on_a_cpu_is_declined_when_others_took_its_cores(tmp_path, others, declined):
+    here, stat = devices.use("cpu"), tmp_path / "stat"
+    core = min(os.sched_getaffinity(0))
+
+    def spend(seconds):
+        """What the kernel counts by now: ten minutes, this process and the others."""
+        own = sum(os.times()[:4])
+        ticks = int((600 + own + seconds) * os.sysconf("SC_CLK_TCK"))
+        stat.write_text(f"cpu 1 2 3 4\ncpu{core} {ticks} 0 0 999999 77777 0 0 0 0 0\nintr 5\n")
+
+    spend(0.0)
+    ways = {name: paired.Way(lambda: spend(others), Features()) for name in "ab"}
+    found = paired.ratios(here, ways, {"slowdown": ("a", "b")}, rounds=3, stat=stat)["slowdown"]
+    assert isinstance(found, NotMeasured) == declined
+    assert not declined or "other processes used" in found.reason
+
+
+def test_no_other_core_and_no_idle_time_counts_as_use_by_others(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu99999 8000 0 0 1 1 0 0 0 0 0\n")
+    assert paired.others_seconds(stat) == pytest.approx(-sum(os.times()[:4]), abs=0.1)
+    assert paired.others_seconds(tmp_path / "none") is None
+
+
+def test_a_timing_is_judged_only_on_the_device_that_its_bar_is_for():
+    """Every check of a ratio of times stands in a file with the device class it was set on."""
+    timed = ("slowdown", "speedup", "ms_per_step", "tok_s")
+    checks = [check for file in find_gates() for check in gate_checks(file)[0]]
+    found = {check.name: check.device for check in checks if any(t in check.name for t in timed)}
+    assert len(found) >= 11 and set(found.values()) == {"cuda"}, found
 
 
 def test_a_difference_in_sign_of_zero_is_a_difference():

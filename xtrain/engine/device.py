@@ -54,6 +54,10 @@ class Device:
         """Copy a device array to the host; the only sanctioned read."""
         return np.asarray(array)
 
+    def other_processes(self) -> int:
+        """How many other processes use the device as theirs alone; nobody does so with a CPU."""
+        return 0
+
     def synchronize(self) -> None:
         """Wait until all queued work is done; nothing is ever queued on the CPU."""
 
