@@ -134,6 +134,16 @@ def test_a_run_killed_before_its_first_checkpoint_doubles_nothing(here, tmp_path
     disturbed(here, tmp_path_factory.mktemp("plain"), options, pattern, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_a_job_of_several_that_fails_hides_no_other_and_is_the_exit_code(here, capsys):
+    fixed = ["--config-dir", CONF, "device=cpu", "run=tiny,unreachable"]
+    assert main(["-m", *fixed, "data.path=gone.txt,text.txt"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("xtrain: data.path=gone.txt") == 2
+    assert "tiny PASS: promoted" in shown.out and "tiny REFUSED" in shown.out
+    assert [load_run(path).manifest["status"] for path in runs(here)] == ["FINISHED"] * 2
+
+
 @pytest.fixture
 def interrupted(here):
     """A run that stopped after ten steps, as a kill leaves it."""
