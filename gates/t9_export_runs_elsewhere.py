@@ -146,10 +146,12 @@ def _another_base_is_stated():
 
 def _weights_hold(extra: dict[str, np.ndarray]):
     """A weights file with tensors that no Qwen3 has."""
-    sound = hf.save_file
-    return mock.patch.object(
-        hf, "save_file", lambda tensors, *rest, **options: sound(tensors | extra, *rest, **options)
-    )
+    sound = hf.write_tensors
+
+    def wrong(path, tensors, *rest, **options):
+        sound(path, tensors | extra, *rest, **options)
+
+    return mock.patch.object(hf, "write_tensors", wrong)
 
 
 def _an_unknown_tensor_is_written():

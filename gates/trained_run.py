@@ -78,8 +78,8 @@ def measure_run(
     if found is None:
         raise UsageError(f"{path}: no complete checkpoint")
     prepared = prepare(run.data, cache_dir=data_cache(out))
-    learner = build(run, initialize=False)  # the checkpoint has every weight
-    checkpoint.restore(found, learner.buffers, learner.optimizer, learner.device)
+    learner = build(run, initialize=False, training=False)  # the checkpoint has every weight
+    checkpoint.load_weights(found.path / checkpoint.FILES[0], learner.buffers, learner.device)
     held_out = eval_windows(run, prepared)
     loss = measure(run, learner, held_out).loss
     unigram = unigram_entropy(prepared)

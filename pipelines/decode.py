@@ -91,7 +91,7 @@ def fitted(run: RunConfig, origin: Origin, typed: Sequence[str]) -> RunConfig:
 
 def trained_learner(run: RunConfig, origin: Origin) -> Learner:
     """The model of a fitted run with its weights."""
-    learner = build(run, initialize=False)
+    learner = build(run, initialize=False, training=False)
     load_origin(origin, learner)
     return learner
 

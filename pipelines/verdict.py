@@ -31,7 +31,11 @@ Say = Callable[[str], None]
 
 
 def conclude(run: RunConfig, learner: Learner, out: RunDir, mirror: Mirror, say: Say) -> int:
-    """Finish a trained run; returns 0, or 3 when a gate refuses it. The table goes to stdout."""
+    """Finish a trained run; returns 0, or 3 when a gate refuses it. The table goes to stdout.
+
+    The learner gives up its memory step by step, for what is measured after it.
+    """
+    learner.keep_weights_()
     samples = [f"[{prompt}]{text}\n" for prompt, text in sample(run, learner)]
     out.write_text("samples.txt", "".join(samples))
     for text in samples:
@@ -39,6 +43,7 @@ def conclude(run: RunConfig, learner: Learner, out: RunDir, mirror: Mirror, say:
     if run.features.qk_norm:  # without it there is no such architecture on Hugging Face
         export_model(learner.model, learner.buffers, out.path / "export", run.data.tokenizer)
         mirror.artifact(out.path / "export", "export")
+    learner.release_()
     mirror.artifact(plot_run(out), "plots")
     mirror.artifact(out.path / "samples.txt")
     mirror.artifact(out.path / "config.yaml")

@@ -21,10 +21,11 @@ VARIANTS = {
 }
 
 
-def build(run: RunConfig, *, initialize: bool = True) -> Learner:
+def build(run: RunConfig, *, initialize: bool = True, training: bool = True) -> Learner:
     """The model of a run with its initial weights; the run's device and features are resolved.
 
-    initialize: False leaves the weights at zero, for a model that is read from disk.
+    initialize: False leaves the weights at zero, for a model that is read from disk. training:
+    False for one that is only asked, a quarter of the memory.
     """
     device = devices.use(run.device)
     configure(device, run.features)
@@ -37,6 +38,7 @@ def build(run: RunConfig, *, initialize: bool = True) -> Learner:
         remat=run.features.remat,
         dropout=run.train.dropout,
         qk_norm=run.features.qk_norm,
+        training=training,
     )
 
 

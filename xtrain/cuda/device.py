@@ -5,7 +5,6 @@ from the host go through pinned buffers and return before they have run.
 """
 
 import functools
-import gc
 import threading
 from collections.abc import Callable
 
@@ -118,11 +117,15 @@ class CudaDevice(Device):
 
         return other_processes()
 
-    def restart_peak(self) -> None:
-        """Give unused memory back to the driver and count the peak anew."""
-        gc.collect()  # a training step and its captured form refer to each other
+    def release_unused(self) -> None:
+        """Give memory that no array uses back to the driver."""
+        super().release_unused()
         self.synchronize()
         memory.release_unused()
+
+    def restart_peak(self) -> None:
+        """Give unused memory back to the driver and count the peak anew."""
+        self.release_unused()
         memory.account().restart_peak()
 
 

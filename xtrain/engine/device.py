@@ -5,6 +5,7 @@ plug themselves into the ops when their package is imported (`xtrain.cpu`, `xtra
 engine never imports them at load time.
 """
 
+import gc
 import importlib
 import importlib.util
 import threading
@@ -57,6 +58,10 @@ class Device:
     def other_processes(self) -> int:
         """How many other processes use the device as theirs alone; nobody does so with a CPU."""
         return 0
+
+    def release_unused(self) -> None:
+        """Give memory that no array uses back to the system."""
+        gc.collect()  # a training step and its captured form refer to each other
 
     def synchronize(self) -> None:
         """Wait until all queued work is done; nothing is ever queued on the CPU."""

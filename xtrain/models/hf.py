@@ -15,14 +15,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
 from xtrain.engine import device
 from xtrain.engine.params import FlatBuffers, part_rows
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.qwen3 import Qwen3
+from xtrain.models.tensor_file import write_tensors
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 CONFIG, WEIGHTS, GENERATION = "config.json", "model.safetensors", "generation_config.json"
@@ -76,10 +74,8 @@ def named_tensors(buffers: FlatBuffers, buffer) -> dict[str, object]:
 
 def save_weights(buffers: FlatBuffers, path: Path) -> None:
     """Write the fp32 master weights as one safetensors file."""
-    host = device.current().host
     tensors = named_tensors(buffers, buffers.master)
-    arrays = {name: np.ascontiguousarray(host(view)) for name, view in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"})
+    write_tensors(path, tensors, device.current().host, metadata={"format": "pt"})
 
 
 def config_dict(config: Qwen3Config, *, eos_token_id: int) -> dict:

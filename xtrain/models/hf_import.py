@@ -9,6 +9,7 @@ weights, and a missing or left-over tensor.
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from xtrain.errors import UsageError
 from xtrain.models.config import NUMBERS, SIZES, Qwen3Config
 from xtrain.models.counts import count_parameters
 from xtrain.models.hf import ARCHITECTURE, CONFIG, WEIGHTS, named_tensors
-from xtrain.models.qwen3 import Qwen3
+from xtrain.models.tensor_file import Stored, has_bits_of, put, read_header
 from xtrain.typed_json import Between, Within, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -127,30 +128,31 @@ def load_hf(directory: Path, buffers: FlatBuffers, device: Device) -> None:
     if tied_copy:
         _require_equal(where, "lm_head.weight", "model.embed_tokens.weight")
     for path in files:
-        with _open(path) as file:
-            for name in file.keys() & views.keys():
-                weights = file.get_tensor(name).astype(np.float32, copy=False)
-                if not np.isfinite(weights.sum(dtype=np.float64)):  # no finite sum overflows
-                    raise UsageError(f"{path}: {name} holds a NaN or infinity")
-                views[name][...] = device.array(weights)
+        for name, stored in read_header(path).items():
+            if name in views:
+                put(stored, views[name], partial(_finite, name, stored, device))
     buffers.refresh_copy()
+
+
+def _finite(name: str, stored: Stored, device: Device, piece: np.ndarray):
+    """A piece of a tensor on the device."""
+    if not np.isfinite(piece.sum(dtype=np.float64)):  # no finite sum overflows
+        raise UsageError(f"{stored.path}: {name} holds a NaN or infinity")
+    return device.array(piece)
 
 
 def differing_tensors(buffers: FlatBuffers, directory: Path) -> list[str]:
     """Names of the tensors whose bits in a Hugging Face directory are not those of the model."""
+    read_config(directory)
     host = devices.current().host
-    on_cpu = Device()
-    again = Qwen3(read_config(directory))
-    read = FlatBuffers(again.named_parameters(), on_cpu)
-    load_hf(directory, read, on_cpu)
     ours = named_tensors(buffers, buffers.master)
-    theirs = named_tensors(read, read.master)
+    files = _files(directory)
+    _locate(files)  # each is whole, and holds no tensor of another
+    theirs = {name: stored for path in files for name, stored in read_header(path).items()}
     return sorted(
         name
         for name in ours.keys() | theirs.keys()
-        if name not in ours
-        or name not in theirs
-        or np.asarray(host(ours[name])).tobytes() != theirs[name].tobytes()
+        if name not in ours or name not in theirs or not has_bits_of(theirs[name], ours[name], host)
     )
 
 
@@ -267,11 +269,8 @@ def _check_tensor(path: Path, name: str, stored, view) -> None:
 
 def _require_equal(where: dict[str, Path], copy: str, original: str) -> None:
     """A tied model may store its head too, as long as it is the embedding."""
-    arrays = []
-    for name in (copy, original):
-        with _open(where[name]) as file:
-            arrays.append(file.get_tensor(name))
-    if not np.array_equal(*arrays):
+    pair = [read_header(where[name])[name].pieces() for name in (copy, original)]
+    if not all(np.array_equal(a, b) for (_, a), (_, b) in zip(*pair, strict=True)):
         raise UsageError(f"{where[copy]}: tie_word_embeddings=true, but {copy} is not {original}")
 
 

@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError, write_error
 from xtrain.models.hf import named_tensors
+from xtrain.models.tensor_file import put, read_header, write_tensors
 from xtrain.train.optimizer import AdamW
 
 FORMAT = "xtrain checkpoint 1"
 FILES = ("model.safetensors", "optimizer.safetensors")
 SEAL = "manifest_sha256"
+COUNTS = ("updates", "skipped")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def save(
         manifest = _write(temporary, step, buffers, optimizer, device, facts)
         temporary.rename(final)
         _flush_directory(directory)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise write_error(final, error) from error
     return Checkpoint(final, manifest)
@@ -82,15 +82,10 @@ def _write(
     directory: Path, step: int, buffers: FlatBuffers, optimizer: AdamW, device: Device, facts: dict
 ) -> dict:
     """The three files of a checkpoint, flushed to the disk; returns the manifest."""
-    weights = {n: _host(device, v) for n, v in named_tensors(buffers, buffers.master).items()}
-    state = {}
-    for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
-        for name, view in named_tensors(buffers, buffer).items():
-            state[f"{label}.{name}"] = _host(device, view)
-    state["updates"] = np.asarray(device.host(optimizer.updates)).reshape(1)
-    state["skipped"] = np.asarray(device.host(optimizer.skipped)).reshape(1)
-    save_file(weights, directory / FILES[0], metadata={"format": "pt"})
-    save_file(state, directory / FILES[1])
+    weights = named_tensors(buffers, buffers.master)
+    counts = {name: getattr(optimizer, name).reshape(1) for name in COUNTS}
+    write_tensors(directory / FILES[0], weights, device.host, metadata={"format": "pt"})
+    write_tensors(directory / FILES[1], _moments(buffers) | counts, device.host)
     hashes = {name: _hash_and_flush(directory / name) for name in FILES}
     manifest = {"format": FORMAT, "step": step, "sha256": hashes, **facts}
     sealed = manifest | {SEAL: _seal(manifest)}
@@ -126,25 +121,36 @@ def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
 
 def restore(checkpoint: Checkpoint, buffers: FlatBuffers, optimizer: AdamW, device: Device) -> None:
     """Put weights, moments and counts back; shapes and names must be those of the model."""
-    state = load_file(checkpoint.path / FILES[1])
-    moments = {}
-    for label, buffer in (("moment1", buffers.moment1), ("moment2", buffers.moment2)):
-        moments |= {f"{label}.{n}": view for n, view in named_tensors(buffers, buffer).items()}
-    counts = {"updates": np.zeros(1), "skipped": np.zeros(1)}
+    state = read_header(checkpoint.path / FILES[1])
+    moments = _moments(buffers)
+    counts = {name: np.zeros(1) for name in COUNTS}
     _require_same_tensors(state, moments | counts, checkpoint.path / FILES[1])
     load_weights(checkpoint.path / FILES[0], buffers, device)
-    _put(state, moments, device)
-    optimizer.updates[...] = int(state["updates"][0])
-    optimizer.skipped[...] = int(state["skipped"][0])
+    for name, view in moments.items():
+        put(state[name], view, device.array)
+    for name in COUNTS:
+        ((_, count),) = state[name].pieces()
+        getattr(optimizer, name)[...] = int(count[0])
 
 
 def load_weights(file: Path, buffers: FlatBuffers, device: Device) -> None:
     """Read model weights only, from a file with exactly the model's tensors under their names."""
-    weights = load_file(file)
+    weights = read_header(file)
     views = named_tensors(buffers, buffers.master)
     _require_same_tensors(weights, views, file)
-    _put(weights, views, device)
+    for name, view in views.items():
+        put(weights[name], view, device.array)
     buffers.refresh_copy()
+
+
+def _moments(buffers: FlatBuffers) -> dict:
+    """The views of both moments, as they are named in a file."""
+    both = {"moment1": buffers.moment1, "moment2": buffers.moment2}
+    return {
+        f"{label}.{name}": view
+        for label, buffer in both.items()
+        for name, view in named_tensors(buffers, buffer).items()
+    }
 
 
 def _require_same_tensors(tensors: dict, views: dict, origin: Path) -> None:
@@ -158,11 +164,6 @@ def _require_same_tensors(tensors: dict, views: dict, origin: Path) -> None:
     for name in tensors:
         if name not in views:
             raise UsageError(f"{origin}: the model has no {name}; it belongs to another model")
-
-
-def _put(tensors: dict, views: dict, device: Device) -> None:
-    for name, view in views.items():
-        view[...] = device.array(tensors[name].astype(np.float32, copy=False))
 
 
 def latest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -203,10 +204,6 @@ def prune(directory: Path, *, saved: int, keep_last: int, best_step: int | None)
 
 def _step_directories(directory: Path) -> list[Path]:
     return [p for p in directory.glob("*") if p.is_dir() and p.name.isdecimal()]
-
-
-def _host(device: Device, view) -> np.ndarray:
-    return np.ascontiguousarray(device.host(view))
 
 
 def _seal(manifest: dict) -> str:
