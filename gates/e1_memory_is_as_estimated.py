@@ -1,8 +1,9 @@
 """E1: the memory that dry_run estimates is what a training step takes.
 
-Claim   Every run of conf/run composes and has an estimate; the state's is that of its arrays; on a
-        GPU the whole is within a tenth of the peak of three training steps, the third captured,
-        for v1 to v12.
+Claim   A whole run through the command, trained, evaluated, exported and measured again, holds what
+        was estimated within a tenth. Every run of conf/run composes and has an estimate; the
+        state's is that of its arrays; on a GPU that of training is within a tenth of the peak of
+        three training steps, the third captured, for v1 to v12.
 Why     A run that will not fit should be refused in a second, not after an hour in a queue.
 Reads   conf/run/v0 to v12. A run that takes the same step as one before it, model, batch and
         features, is not measured twice: v6 and v7 are v5's, v10 is v9's.
@@ -14,6 +15,7 @@ import sys
 from dataclasses import replace
 from unittest import mock
 
+from gates.instruments import whole_run
 from gates.instruments.peak import peak_bytes
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Explained, Gate, NotMeasured
@@ -77,6 +79,18 @@ def peaks(device: str) -> dict[str, float | NotMeasured]:
     return {"worst_estimate_rel": Explained(worst, said_of_worst + missing)}
 
 
+def whole(device: str) -> dict[str, float]:
+    """Distance of the estimate from the most that a whole run held, of any of its stages."""
+    said, held = whole_run.whole_run(device)
+    off = said.largest / held - 1
+    shown = (
+        f"estimated {said.largest / 1e9:.2f} GB for {said.fullest}, "
+        f"held {held / 1e9:.2f} GB ({off:+.1%})"
+    )
+    print(f"whole run: {shown}", file=sys.stderr)
+    return {"whole_run_rel": Explained(abs(off), shown)}
+
+
 def different_steps(given: list[RunConfig]) -> list[RunConfig]:
     """The runs without those that take the same step as one before: model, batch and features."""
     found: dict[str, RunConfig] = {}
@@ -107,6 +121,13 @@ def _a_run_does_not_compose():
     return mock.patch(f"{__name__}.official", wrong)
 
 
+def _the_trained_model_stays_beside_the_measured_one():
+    return whole_run.spoilt(
+        "from xtrain.train.learner import Learner\n"
+        "Learner.keep_weights_ = Learner.release_ = lambda self: None"
+    )
+
+
 def _forgotten(*parts: str):
     """An estimate in which these parts of the memory are missing."""
     sound = estimate.training_memory_bytes
@@ -120,10 +141,16 @@ def _forgotten(*parts: str):
 GATE = Gate(
     "E1",
     "Memory is as estimated",
-    measures=(runs, state, peaks),
+    measures=(runs, state, peaks, whole),
     defects=(
         Defect("no such model", "runs_estimated", runs, _a_run_does_not_compose),
         Defect("no moments", "state_bytes_rel", state, lambda: _forgotten("moments")),
+        Defect(
+            "two models",
+            "whole_run_rel",
+            whole,
+            _the_trained_model_stays_beside_the_measured_one,
+        ),
         Defect("no tape", "worst_estimate_rel", peaks, lambda: _forgotten("activations")),
     ),
     composes=(

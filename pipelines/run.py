@@ -18,7 +18,7 @@ from pipelines import PROGRAM, pretrain, verdict
 from pipelines.ahead import said_of_promotion
 from pipelines.end import end_run
 from pipelines.prepare import prepare_data
-from xtrain.assemble.estimate import describe, what_would_fit
+from xtrain.assemble.estimate import describe, run_memory_bytes, what_would_fit
 from xtrain.assemble.learner import build, eval_windows, training_windows
 from xtrain.assemble.origin import Origin, check_vocabulary, load_origin, start_from
 from xtrain.command.signals import noting, raising
@@ -41,6 +41,7 @@ from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.registry import register_owed
 from xtrain.track.resume import choose_run, continue_run, take_over
+from xtrain.track.room import Room, room
 from xtrain.track.run_dir import RUNNING, RunDir, load_run, open_run
 from xtrain.track.store_address import check_store, store_uri
 from xtrain.train import checkpoint
@@ -78,6 +79,7 @@ def train_and_judge(run: RunConfig, typed: Sequence[str]) -> int:
     run, origin = start_from(run, typed)
     say("\n".join([describe(run), *said_of_promotion(run)]))
     check_vocabulary(run)
+    check_room(run, room() if run.device == "cpu" else None)
     _choose(run, typed)  # what differs is refused before the text is prepared
     for path in reap_stale(root, say):
         say(f"{path} had no process any more: marked KILLED")
@@ -190,16 +192,34 @@ def _introduce(out: RunDir) -> None:
 
 @contextmanager
 def saying_what_would_fit(run: RunConfig, out: RunDir | None = None) -> Iterator[None]:
-    """Turn a full GPU into one line: what was asked for, what would fit, which checkpoint is kept.
+    """Turn a full memory into one line: what was asked for, what would fit, which checkpoint is
+    kept.
 
     out: the run directory, once there is one.
     """
     try:
         yield
-    except OutOfDeviceMemory as full:
-        asked = str(full).partition(";")[0]
-        parts = [asked, what_would_fit(run, run.device, full.total_bytes), _what_is_kept(out)]
-        raise OutOfDeviceMemory("; ".join(parts), full.total_bytes) from full
+    except (OutOfDeviceMemory, MemoryError) as full:
+        if isinstance(full, OutOfDeviceMemory):
+            asked, total = str(full).partition(";")[0], full.total_bytes
+        else:
+            asked, bound = f"memory is full: {full}".removesuffix(": "), room()
+            total = bound.bytes if bound else 0
+        parts = [asked, what_would_fit(run, run.device, total), _what_is_kept(out)]
+        raise OutOfDeviceMemory("; ".join(parts), total) from full
+
+
+def check_room(run: RunConfig, bound: Room | None) -> None:
+    """Raise UsageError, with what would fit, when a run on a CPU needs more than it may hold."""
+    if bound is None:
+        return
+    needed = run_memory_bytes(run, run.device)
+    if needed.largest > bound.bytes:
+        raise UsageError(
+            f"run={run.name} needs {needed.largest / 1e9:.3g} GB for {needed.fullest}, "
+            f"{bound.bound} leaves {bound.bytes / 1e9:.3g} GB; "
+            f"{what_would_fit(run, run.device, bound.bytes)}"
+        )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ def bars():
 
 def test_it_is_found_and_its_bars_stand_in_a_file_of_their_own(bars):
     assert find_gates()["e1"].load() is e1.GATE
-    assert set(bars) == {"runs_estimated", "state_bytes_rel", "worst_estimate_rel"}
+    assert set(bars) == {"runs_estimated", "state_bytes_rel", "whole_run_rel", "worst_estimate_rel"}
     assert bars["worst_estimate_rel"].device == "cuda"
     assert gate_checks("E1")[1] == e1.GATE.title
 

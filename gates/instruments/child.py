@@ -10,7 +10,9 @@ import xtrain
 ROOT = Path(xtrain.__file__).resolve().parents[1]  # where the packages are importable from
 
 
-def run_python(*arguments: str, cwd: Path | None = None, **environment: str):
+def run_python(
+    *arguments: str, cwd: Path | None = None, timeout_s: int = 120, **environment: str
+) -> subprocess.CompletedProcess:
     """Run `python ARGUMENTS`, with changes to the environment; the CompletedProcess, with text."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
@@ -19,7 +21,7 @@ def run_python(*arguments: str, cwd: Path | None = None, **environment: str):
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
         check=False,
     )
 

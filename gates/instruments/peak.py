@@ -1,11 +1,14 @@
 """The most memory that something holds at once, and bits that differ, for the gates."""
 
 import gc
+import re
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from xtrain.engine import device
 from xtrain.engine.device import Device
 
 
@@ -28,6 +31,18 @@ def peak_bytes(here: Device, action: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def process_peak_bytes() -> int:
+    """The most that this process held so far: in a GPU's pools where it uses one, else of memory.
+
+    Not `ru_maxrss`, in which a child begins with what its parent held.
+    """
+    here = device.current()
+    if here.name == "cuda":
+        return here.memory().peak_bytes
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
 
 def differing_bits(one, other) -> int:

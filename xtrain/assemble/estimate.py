@@ -6,6 +6,10 @@ The tape keeps every op's inputs until a micro-batch's backward has ended, so th
 beside whatever the loss or a block's backward takes. A pool hands blocks of the one to the other
 where they fit; half is what did not in a replay of the allocations of v1 to v12. cuBLAS's 32 MiB
 of workspace and the driver's own memory are in no pool and not counted.
+
+After training the gradient and the moments go before a model is exported, and the rest before it is
+measured again from its checkpoint; files are written and read in pieces. `run_memory_bytes` has
+every stage, on a CPU with what the process holds besides arrays; the largest is what a run needs.
 """
 
 from collections.abc import Iterator
@@ -16,6 +20,7 @@ from xtrain.config.schema import Features, RunConfig
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.counts import count_parameters, flops_per_token
+from xtrain.models.tensor_file import PIECE_BYTES
 
 VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
 # What exists at once in the chunked loss: tokens on a CPU, bytes of logits on a GPU.
@@ -23,6 +28,8 @@ LOSS_TOKENS, LOSS_BYTES = 128, 1 << 30
 QUERY_BLOCKS, LEAST_QUERIES = 4, 128  # of composed attention on a GPU
 # Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
 # where no rate was measured, FLOP a second.
+# What a process holds on a CPU besides its arrays: Python, Numba's compiled kernels, MLflow, plots.
+PROCESS_BYTES = 450_000_000
 ASSUMED_FLOPS = {("cuda", "bf16"): 400e12, ("cuda", "fp32"): 25e12, ("cpu", "fp32"): 50e9}
 
 
@@ -70,6 +77,45 @@ def training_memory_bytes(run: RunConfig, device_class: str) -> Memory:
     )
 
 
+@dataclass(frozen=True)
+class Stages:
+    """Bytes that a whole run holds at the fullest moment of each of its stages."""
+
+    by_name: dict[str, int]
+
+    @property
+    def fullest(self) -> str:
+        """The name of the stage that holds most."""
+        return max(self.by_name, key=self.by_name.__getitem__)
+
+    @property
+    def largest(self) -> int:
+        """What the run needs."""
+        return self.by_name[self.fullest]
+
+
+def run_memory_bytes(run: RunConfig, device_class: str) -> Stages:
+    """What every stage of a run holds on `cpu` or `cuda`. Raises UsageError as check_features."""
+    features = resolve_features(run, device_class)
+    memory = training_memory_bytes(run, device_class)
+    tokens = run.train.batch_size * run.train.seq_len
+    size = 2 if features.precision == "bf16" else 4
+    halves = _block_bytes(run, features, device_class)
+    # Without a tape: the pair that a block was given and the one that it makes, and its half.
+    passing = tokens * (4 * size * run.model.hidden_size + max(halves))
+    asked = passing + _logit_bytes(run.model, tokens, device_class, False)
+    pieces = 2 * min(PIECE_BYTES, 4 * run.model.vocab_size * run.model.hidden_size)
+    held = PROCESS_BYTES if device_class == "cpu" else 0
+    stages = {
+        "training": memory.total,
+        "evaluation": memory.state + asked,
+        "samples": memory.weights + _sample_bytes(run, size),
+        "export": memory.weights + pieces,
+        "measuring again": memory.weights + max(asked, pieces),
+    }
+    return Stages({name: held + needed for name, needed in stages.items()})
+
+
 def what_would_fit(run: RunConfig, device_class: str, total_bytes: int) -> str:
     """Overrides that train the same tokens a step in less memory, for a run that found it full.
 
@@ -77,11 +123,13 @@ def what_would_fit(run: RunConfig, device_class: str, total_bytes: int) -> str:
     phrase, with the estimated bytes of each choice.
     """
     run = replace(run, features=resolve_features(run, device_class))
-    budget = 0.9 * min(total_bytes, training_memory_bytes(run, device_class).total)
+    held = PROCESS_BYTES if device_class == "cpu" else 0  # whatever is changed
+    now = run_memory_bytes(run, device_class).largest
+    budget = held + 0.9 * (min(total_bytes, now) - held)
     found = []
     for remat in dict.fromkeys((run.features.remat, "block")):
         for changed in _smaller(run, remat):
-            needed = training_memory_bytes(changed, device_class).total
+            needed = run_memory_bytes(changed, device_class).largest
             if needed <= budget:
                 found.append(f"{_overrides(run, changed)} ({_unit(needed, 'B')})")
                 break
@@ -130,14 +178,15 @@ def _on_device(
     except UsageError as refusal:
         return f"no: {refusal}"
     features = resolve_features(run, device_class)
-    memory = training_memory_bytes(run, device_class)
+    memory, stages = training_memory_bytes(run, device_class), run_memory_bytes(run, device_class)
     if tok_s:
         time = f"{_duration(tokens / tok_s)} at {_count(tok_s)} tok/s"
     else:
         rate = ASSUMED_FLOPS[device_class, features.precision]
         time = f"about {_duration(flops / rate)} if it does {_unit(rate, 'FLOP')}/s (not measured)"
     return (
-        f"{features.precision}, {_unit(memory.total, 'B')}: {_unit(memory.state, 'B')} state, "
+        f"{features.precision}, {_unit(stages.largest, 'B')} at most, in {stages.fullest}: "
+        f"{_unit(memory.state, 'B')} state, "
         f"{_unit(memory.activations, 'B')} activations, {_unit(memory.logits, 'B')} logits, "
         f"{_unit(memory.backward, 'B')} backward; {time}"
     )
@@ -191,6 +240,14 @@ def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> in
     attention = size * 4 * q + sums * 2 * kv + (4 + size) * heads * queries
     swiglu = size * 3 * F  # dy, dgate and dup
     return again + size * D + max(attention, swiglu)
+
+
+def _sample_bytes(run: RunConfig, size: int) -> int:
+    """Bytes of the cache of keys and values of a run's samples, and of their logits."""
+    config, rows = run.model, len(run.train.prompts)
+    positions = min(config.max_position_embeddings, 512 + run.train.sample_tokens)
+    kept = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+    return rows * (positions * kept * size + 2 * 4 * padded_vocab(config))
 
 
 def _logit_bytes(config: Qwen3Config, tokens: int, device_class: str, bf16: bool) -> int:

@@ -33,6 +33,8 @@ def guarded(program: str, function: Callable[..., int], *arguments: object) -> i
         code, line = 128 + error.signal, str(error)
     except KeyboardInterrupt:
         code, line = 130, "interrupted"
+    except MemoryError as error:
+        code, line = 1, f"memory is full: {error}"
     except Exception as error:
         code = 1
         if not isinstance(error, WriteError) and not is_of_the_disk(error):
