@@ -1,5 +1,7 @@
 """Every sample of every declared op: gradient, parity, hygiene, determinism. No op is named."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -18,11 +20,13 @@ FUSED = [
     for key in op.fused
     if key.startswith("cpu")
 ]
-EVERY = [pytest.param(*p.values, "reference", id=f"{p.id}-reference") for p in ALL] + FUSED
 
 
 def implementation(op, key):
     return op.reference if key == "reference" else op.fused[key]
+
+
+EVERY = [pytest.param(*p.values, "reference", id=f"{p.id}-reference") for p in ALL] + FUSED
 
 
 @pytest.mark.parametrize(("op", "sample"), DIFFERENTIABLE)
@@ -30,9 +34,27 @@ def test_gradient_equals_central_differences(op, sample):
     assert testing.gradient_error(op, sample) <= 1e-6
 
 
-@pytest.mark.parametrize(("op", "sample", "key"), FUSED)
-def test_kernel_equals_the_float64_reference(op, sample, key):
+@pytest.mark.parametrize(("op", "sample", "key"), EVERY)
+def test_every_implementation_equals_the_float64_reference(op, sample, key):
     assert testing.kernel_error_ratio(op, sample, key) <= 1
+
+
+ACCUMULATING = [p for p in EVERY if implementation(p.values[0], p.values[2]).accumulates]
+
+
+@pytest.mark.parametrize(("op", "sample", "key"), ACCUMULATING)
+def test_a_gradient_that_replaces_what_a_buffer_held_is_seen(monkeypatch, op, sample, key):
+    sound = implementation(op, key)
+
+    def overwrites(xp, dy, saved, *, into, **attrs):
+        for buffer in into:
+            if buffer is not None:
+                buffer[...] = 0
+        return sound.backward(xp, dy, saved, into=into, **attrs)
+
+    assert testing.kernel_error_ratio(op, sample, key) <= 1
+    monkeypatch.setitem(op.fused, "spoilt", dataclasses.replace(sound, backward=overwrites))
+    assert testing.kernel_error_ratio(op, sample, "spoilt") > 1
 
 
 @pytest.mark.parametrize(("op", "sample", "key"), EVERY)

@@ -4,7 +4,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-from parity import bits, cases, error_ratio, every_second, gpu
+from parity import bits, cases, every_second, gpu
 from rows import check_causal_softmax, check_cross_entropy
 from samples import LARGE, WHOLE_WORDS
 from test_simulator_kernels import CROSS_ENTROPY, SOFTMAX
@@ -14,6 +14,7 @@ from xtrain.cuda import runtime
 from xtrain.engine import device, testing
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.op import OPS
+from xtrain.engine.testing import kernel_error_ratio
 
 pytestmark = pytest.mark.cuda
 
@@ -38,12 +39,12 @@ def backend():
 
 @parametrized(ALL)
 def test_kernel_equals_the_float64_reference(backend, case):
-    assert error_ratio(backend, *case) <= 1
+    assert kernel_error_ratio(*case) <= 1
 
 
 @parametrized(BIG)
 def test_kernel_equals_the_float64_reference_at_training_sizes(backend, case):
-    assert error_ratio(backend, *case) <= 1
+    assert kernel_error_ratio(*case) <= 1
 
 
 @parametrized(FP32)

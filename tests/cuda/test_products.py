@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from parity import error_ratio, gpu
 
 from xtrain.cuda.gemm import gemm, gemm_batched
 from xtrain.engine import device as devices
 from xtrain.engine import ops
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.op import Sample, Spec, normal, positive
+from xtrain.engine.testing import kernel_error_ratio
 
 pytestmark = pytest.mark.cuda
 
@@ -33,7 +33,7 @@ def device():
 @pytest.mark.parametrize("dtype", [float32, bfloat16])
 @pytest.mark.parametrize("sample", BLOCKS, ids=lambda sample: sample.name)
 def test_attention_in_blocks_of_queries_equals_float64(device, sample, dtype):
-    assert error_ratio(gpu(), ops.attention, sample, "cuda", dtype) <= 1
+    assert kernel_error_ratio(ops.attention, sample, "cuda", dtype) <= 1
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16])
@@ -41,7 +41,7 @@ def test_the_loss_in_chunks_of_rows_equals_float64(device, dtype, monkeypatch):
     from xtrain.cuda.kernels import linear_cross_entropy as loss
 
     monkeypatch.setattr(loss, "LOGIT_BYTES", 256 * 4 * 1024)
-    assert error_ratio(gpu(), ops.linear_cross_entropy, CHUNKS, "cuda", dtype) <= 1
+    assert kernel_error_ratio(ops.linear_cross_entropy, CHUNKS, "cuda", dtype) <= 1
 
 
 @pytest.mark.parametrize("transpose_b", [False, True])

@@ -1,12 +1,13 @@
 """Every Numba kernel of an op against the float64 reference, in Numba's CUDA simulator."""
 
 import pytest
-from parity import SIMULATOR, bits, cases, error_ratio, every_second
+from parity import SIMULATOR, bits, cases, every_second
 from samples import WHOLE_WORDS
 
 from xtrain.cuda import import_kernels
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.op import OPS
+from xtrain.engine.testing import kernel_error_ratio
 
 pytestmark = pytest.mark.simulator
 
@@ -34,12 +35,12 @@ def parametrized(chosen):
 
 @parametrized(FP32)
 def test_fp32_kernel_equals_the_float64_reference(case):
-    assert error_ratio(SIMULATOR, *case) <= 1
+    assert kernel_error_ratio(*case) <= 1
 
 
 @parametrized(BF16)
 def test_bf16_kernel_equals_the_float64_reference(case):
-    assert error_ratio(SIMULATOR, *case) <= 1
+    assert kernel_error_ratio(*case) <= 1
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "softmax"])

@@ -69,24 +69,26 @@ def relative_error(value, truth) -> float:
     return float(np.linalg.norm((value - truth) / scale) / np.linalg.norm(truth / scale))
 
 
-def run_pair(op: Op, implementation, arrays: list, attrs: dict, dys=None, *, into=None):
+def run_pair(op: Op, implementation, arrays: list, attrs: dict, dys=None, *, into=None, here=None):
     """Outputs and input gradients of one implementation, all on the host.
 
-    into: gradient buffers by number of the input, added to in place; others are returned.
+    arrays: on the host; what the implementation does to its inputs is done to them. into: gradient
+    buffers by number of the input, added to in place; others are returned. here: the device, by
+    default the current one.
     """
-    here = device.current()
+    here = device.current() if here is None else here
     placed = [_place(here, a) for a in arrays]
     y, saved = implementation.forward(here.xp, *placed, **attrs)
     ys = y if isinstance(y, tuple) else (y,)
-    for i in op.mutates:
-        _bring_back(here, placed[i], arrays[i])
     if dys is None or implementation.backward is None:
+        _bring_all_back(here, placed, arrays)
         return tuple(here.host(y) for y in ys), None
     extra, buffers = {}, {i: _place(here, b) for i, b in (into or {}).items()}
     if implementation.accumulates:
         extra["into"] = tuple(buffers.get(i) for i in implementation.accumulates)
     dy = tuple(_place(here, d) for d in dys)
     dxs = implementation.backward(here.xp, dy if len(ys) > 1 else dy[0], saved, **extra, **attrs)
+    _bring_all_back(here, placed, arrays)
     for i, buffer in buffers.items():
         _bring_back(here, buffer, into[i])
     return tuple(map(here.host, ys)), tuple(None if d is None else here.host(d) for d in dxs)
@@ -95,6 +97,11 @@ def run_pair(op: Op, implementation, arrays: list, attrs: dict, dys=None, *, int
 def _place(here, a):
     """The array on the device; on the CPU the array itself, so that its strides are tested too."""
     return a if a is None or here.xp is np else here.array(a)
+
+
+def _bring_all_back(here, placed: list, arrays: list) -> None:
+    for array, host in zip(placed, arrays, strict=True):
+        _bring_back(here, array, host)
 
 
 def _bring_back(here, array, host) -> None:
@@ -155,46 +162,69 @@ def _has_grad(leaf: Tensor) -> bool:
     return leaf.grad is not None
 
 
-def kernel_error_ratio(op: Op, sample: Sample, name: str) -> float:
-    """Worst error of a fused implementation in fp32, over its tolerance; <= 1 is within.
+def kernel_error_ratio(op: Op, sample: Sample, name: str, dtype=float32) -> float:
+    """Worst error of an implementation on the current device, over its tolerance; <= 1 is within.
 
-    Gradients that it can add to a buffer are also checked that way, on a buffer that holds as much.
+    name: of a fused one, or `reference`. Against the reference in float64 on the host, with the
+    same inputs. Outputs are poisoned before they are written; inputs must come out as they went in
+    (AssertionError). Gradients that it can add to a buffer, as in training, are also checked that
+    way: in fp32, on a buffer that holds as much already. NaN when any value is.
     """
-    narrow = draw(op, sample, float32)
-    wide = [a.astype(float64) if _is_float(a) else a for a in narrow]
-    truth_y, _ = run_pair(op, op.reference, wide, sample.attrs)
-    dys = draw_like(truth_y, float32)
-    wide = [a.astype(float64) if _is_float(a) else a for a in draw(op, sample, float32)]
-    truth_y, truth_dx = run_pair(
-        op, op.reference, wide, sample.attrs, [d.astype(float64) for d in dys]
-    )
-    ys, dxs = run_pair(op, op.fused[name], narrow, sample.attrs, dys)
+    chosen = op.reference if name == "reference" else op.fused[name]
+    host = device.Device()
+    shapes, _ = run_pair(op, op.reference, _widened(op, sample, dtype), sample.attrs, here=host)
+    dys = [d if d.ndim == 0 else d.astype(dtype) for d in draw_like(shapes, float64)]
+    wide, wide_dys = _widened(op, sample, dtype), [d.astype(float64) for d in dys]
+    truth_y, truth_dx = run_pair(op, op.reference, wide, sample.attrs, wide_dys, here=host)
+    arrays = draw(op, sample, dtype)
+    with poisoned_allocations():
+        ys, dxs = run_pair(op, chosen, arrays, sample.attrs, dys)
+    _require_unmodified(op, arrays, draw(op, sample, dtype))
     pairs = list(zip(ys, truth_y, strict=True))
-    pairs += [(narrow[i], wide[i]) for i in op.mutates]
+    pairs += [(arrays[i], wide[i]) for i in op.mutates]
     if dxs is not None:
         pairs += [(d, t) for d, t in zip(dxs, truth_dx, strict=True) if t is not None]
-    accumulated = op.fused[name].accumulates if truth_dx is not None else ()
-    into = {i: truth_dx[i].astype(float32) for i in accumulated if truth_dx[i] is not None}
+    accumulated = chosen.accumulates if truth_dx is not None else ()
+    into = {i: _as_much(truth_dx[i]) for i in accumulated if truth_dx[i] is not None}
     if into:
-        run_pair(op, op.fused[name], draw(op, sample, float32), sample.attrs, dys, into=into)
-        pairs += [(into[i], 2 * truth_dx[i]) for i in into]
-    limit = tolerance(float32, sample.reduced)
-    return max(relative_error(value, truth) / limit for value, truth in pairs)
+        held = {i: buffer.astype(float64) for i, buffer in into.items()}
+        with poisoned_allocations():
+            run_pair(op, chosen, draw(op, sample, dtype), sample.attrs, dys, into=into)
+        pairs += [(into[i], held[i] + truth_dx[i]) for i in into]
+    limit = tolerance(dtype, sample.reduced)
+    ratios = [relative_error(value, truth) / limit for value, truth in pairs]
+    return float("nan") if any(ratio != ratio for ratio in ratios) else max(ratios)
+
+
+def _as_much(gradient):
+    """A buffer that holds as much as the gradient that is added, in fp32; ones if that is zero."""
+    return (gradient if gradient.any() else np.ones_like(gradient)).astype(float32)
+
+
+def _widened(op: Op, sample: Sample, dtype) -> list:
+    return [a.astype(float64) if _is_float(a) else a for a in draw(op, sample, dtype)]
+
+
+def _require_unmodified(op: Op, after: list, before: list) -> None:
+    for i, (a, b) in enumerate(zip(after, before, strict=True)):
+        if a is not None and i not in op.mutates:
+            assert a.tobytes() == b.tobytes(), f"{op.name}: input {i} was modified"
 
 
 @contextlib.contextmanager
 def poisoned_allocations():
-    """Fill what `numpy.empty` hands out with NaN, so that an unwritten element shows."""
-    empty, empty_like = np.empty, np.empty_like
+    """Fill what `empty` of the current device hands out with NaN: an unwritten element shows."""
+    xp = device.current().xp
+    empty, empty_like = xp.empty, xp.empty_like
 
     def poison(array):
         if array.dtype in FLOATS:
-            array.fill(np.nan)
+            array.reshape(-1).view(np.uint8).fill(0xFF)  # a NaN in every float format
         return array
 
-    np.empty = lambda *a, **k: poison(empty(*a, **k))
-    np.empty_like = lambda *a, **k: poison(empty_like(*a, **k))
+    xp.empty = lambda *a, **k: poison(empty(*a, **k))
+    xp.empty_like = lambda *a, **k: poison(empty_like(*a, **k))
     try:
         yield
     finally:
-        np.empty, np.empty_like = empty, empty_like
+        xp.empty, xp.empty_like = empty, empty_like
