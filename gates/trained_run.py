@@ -97,6 +97,7 @@ def measure_run(
         _export_differences(run, learner, path / "export"),
     )
     on_sets = {f"{name}{LOSS_ON_SET}": _loss_on(name, run, learner, out) for name in sets}
+    learner.release_()
     return dict(zip(OF_TRAINING, values, strict=True)) | on_sets | measure_config(run)
 
 

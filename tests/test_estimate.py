@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from xtrain.assemble.estimate import (
+    PROCESS_BYTES,
     describe,
     padded_vocab,
+    run_memory_bytes,
     training_memory_bytes,
     what_would_fit,
 )
@@ -70,6 +72,29 @@ def test_state_is_sixteen_bytes_a_parameter_and_eighteen_in_bf16(v0):
     assert memory.weights + memory.gradients + memory.moments == 16 * padded
     memory = training_memory_bytes(with_features(v0, precision="bf16"), "cuda")
     assert memory.weights + memory.gradients + memory.moments == 18 * padded
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_of_a_whole_run_training_holds_most_and_the_process_counts_on_a_cpu(v0, device):
+    stages = run_memory_bytes(v0, device)
+    assert set(stages.by_name) == {
+        "training",
+        "evaluation",
+        "samples",
+        "export",
+        "measuring again",
+    }
+    assert stages.fullest == "training"
+    process = stages.largest - training_memory_bytes(v0, device).total
+    assert process == (PROCESS_BYTES if device == "cpu" else 0)
+
+
+def test_a_stage_that_holds_more_than_training_is_what_a_run_needs(v0):
+    """A thousand prompts keep more keys and values than a step of v0 keeps activations."""
+    train = dataclasses.replace(v0.train, prompts=["The people"] * 1000, sample_tokens=500)
+    stages = run_memory_bytes(dataclasses.replace(v0, train=train), "cuda")
+    assert stages.fullest == "samples"
+    assert "at most, in samples" in describe(dataclasses.replace(v0, train=train), "cuda")
 
 
 def test_recomputing_more_keeps_less(v0):

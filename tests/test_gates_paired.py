@@ -8,7 +8,7 @@ import pytest
 from gates.instruments import paired
 from gates.judging.find import find_gates
 from gates.judging.gate import NotMeasured
-from xtrain.config.compose import gate_checks
+from xtrain.config.bars import gate_checks
 from xtrain.config.schema import Features
 from xtrain.engine import device as devices
 
