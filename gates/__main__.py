@@ -9,19 +9,23 @@ import sys
 from datetime import date
 from pathlib import Path
 
-from xtrain.errors import UsageError
+from xtrain.command.ending import run_command
+from xtrain.command.signals import raising
+
+PROGRAM = "xtrain-gate"
 
 
 def main(arguments: list[str] | None = None, **places: object) -> int:
     """Run the command line; return its exit code. places: see `gates.judging.command.run`."""
-    options = _parser().parse_args(arguments)
-    try:
-        from gates.judging import command
+    return run_command(PROGRAM, _main, arguments, places)
 
+
+def _main(arguments: list[str] | None, places: dict[str, object]) -> int:
+    options = _parser().parse_args(arguments)
+    from gates.judging import command
+
+    with raising(PROGRAM):
         return command.run(options, **places)
-    except UsageError as error:
-        print(f"xtrain-gate: {error}", file=sys.stderr)
-        return 2
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pipelines import PROGRAM
 from xtrain.command.ending import guarded, run_command
+from xtrain.command.streams import shown as spelled
 from xtrain.errors import UsageError
 
 # From best to worst: a bug hides a usage error, which hides a refused promotion.
@@ -66,7 +67,7 @@ def _run_many(app, overrides: list[str]) -> int:
     runs = [_load(app, job) for job in jobs]
     codes = []
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True), start=1):
-        print(f"run {number} of {len(jobs)}: {' '.join(job)}", flush=True)
+        print(f"run {number} of {len(jobs)}: {spelled(' '.join(job))}", flush=True)
         codes.append(guarded(PROGRAM, _execute, run, job))
         if codes[-1] > max(_BEST_FIRST):
             return codes[-1]  # interrupted: the user wants all of it to stop

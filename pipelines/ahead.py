@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gates.judging.outlook import PROMOTING, outlook
 from xtrain.assemble.estimate import describe
+from xtrain.command.streams import shown
 from xtrain.config.rules import check_features
 from xtrain.config.schema import RunConfig
 
@@ -25,7 +26,7 @@ def look_ahead(run: RunConfig, typed: Sequence[str]) -> int:
         run, _ = start_from(run, typed)
     if run.device != "auto":
         check_features(run, run.device)
-    print("\n".join([describe(run), *said_of_promotion(run)]))
+    print(shown("\n".join([describe(run), *said_of_promotion(run)])))
     return 0
 
 

@@ -12,6 +12,7 @@ from gates.judging.ledger import Ledger
 from gates.judging.promote import granted_by
 from xtrain.assemble.learner import Learner, build
 from xtrain.assemble.origin import Origin, adopt, find_origin, load_origin
+from xtrain.command.streams import is_lost, shown
 from xtrain.config.schema import RunConfig
 from xtrain.data.tokenizers.imported import end_ids, load_tokenizer
 from xtrain.errors import UsageError
@@ -52,9 +53,16 @@ def decode(run: RunConfig, typed: Sequence[str], say: Callable[[str], None]) -> 
             say(str(error))
             continue
         for text in pieces(tokenizer, until(stops, tokens)):
-            print(text, end="", flush=True)
+            tell(text)
+            if is_lost(sys.stdout):
+                return 0  # nobody reads on
         print(flush=True)
     return 0
+
+
+def tell(text: str) -> None:
+    """Print what the model says: as it is into a file or pipe, harmless on a terminal."""
+    print(shown(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def trained_model(run: RunConfig) -> Origin:

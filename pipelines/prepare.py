@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from xtrain.command.streams import shown
 from xtrain.data.dataset import DataConfig, Prepared, Progress, prepare
 
 # Elsewhere than on a terminal: one line for so much text.
@@ -21,7 +22,7 @@ def prepare_data(cfg: DataConfig, cache_dir: str | Path, quiet: bool = False) ->
     with nullcontext() if quiet else _reporting(cfg.name) as progress:
         prepared = prepare(cfg, cache_dir=cache_dir, progress=progress)
     if not quiet:
-        print(describe(prepared), file=sys.stderr)
+        print(shown(describe(prepared)), file=sys.stderr)
     return prepared
 
 
@@ -41,10 +42,11 @@ def _reporting(name: str) -> Iterator[Progress]:
         yield _line_printer(name)
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"tokenising {name}", total=None)
+        task = bar.add_task(f"tokenising {escape(shown(name))}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -56,6 +58,6 @@ def _line_printer(name: str) -> Progress:
         if done - printed >= _LINE_EVERY_BYTES:
             printed = done
             share = f" of {total / 1e6:,.0f}" if total else ""
-            print(f"tokenising {name}: {done / 1e6:,.0f}{share} MB", file=sys.stderr)
+            print(f"tokenising {shown(name)}: {done / 1e6:,.0f}{share} MB", file=sys.stderr)
 
     return report

@@ -7,6 +7,8 @@ import sys
 import time
 from types import TracebackType
 
+from xtrain.command.streams import shown
+
 PLAIN_EVERY_S = 10.0
 
 
@@ -59,6 +61,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line above the bar."""
+        line = shown(line)
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
         else:

@@ -16,6 +16,7 @@ from pipelines.export import export_model
 from pipelines.pretrain import sample
 from pipelines.report.plots import plot_run
 from xtrain.assemble.learner import Learner
+from xtrain.command.streams import shown
 from xtrain.config.bars import (
     gate_checks,
     run_gate,
@@ -94,7 +95,7 @@ def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: S
     print_table(CHECK_COLUMNS, check_rows(results, run.name))
     print()
     _show(requires, tables=False)
-    print(f"bars {bars}")
+    print(shown(f"bars {bars}"))
     if not run.promote:
         verdict = verdict_on(run.device, results)
         print(f"{run.name} {verdict}, not promoted (promote=false)")
@@ -116,7 +117,7 @@ def _judge_run(run: RunConfig, out: RunDir, bench: Bench, mirror: Mirror, say: S
         version = f" version {promotion.version}" if promotion.version else ""
         print(f"{run.name} PASS: promoted as models:/xtrain-{run.name}@promoted{version}")
         return 0
-    print(f"{run.name} REFUSED: " + "; ".join(promotion.reasons))
+    print(shown(f"{run.name} REFUSED: " + "; ".join(promotion.reasons)))
     return 3
 
 

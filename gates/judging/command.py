@@ -24,6 +24,7 @@ from gates.judging.measure import (
 )
 from gates.judging.signing import KEY_VARIABLE, TRUST_VARIABLE, make_key
 from gates.judging.table import CHECK_COLUMNS, check_rows, print_table
+from xtrain.command.streams import shown
 from xtrain.engine.device import resolve
 from xtrain.errors import UsageError
 
@@ -201,7 +202,7 @@ def _audit(ledger: Ledger, options: argparse.Namespace, evidence: Path) -> int:
     if options.json:
         print(json.dumps({"problems": found.problems, "seen": found.seen}, indent=1))
     else:
-        print("\n".join([*found.problems, f"looked at {', '.join(found.seen)}"]))
+        print(shown("\n".join([*found.problems, f"looked at {', '.join(found.seen)}"])))
         print("audit " + (f"{FAIL}: {len(found.problems)} problems" if found.problems else PASS))
     return 1 if found.problems else 0
 
@@ -224,7 +225,7 @@ def _waive(files: Sequence[GateFile], options: argparse.Namespace, ledger: Ledge
         raise UsageError("--waive WHY needs --who NAME and --until YYYY-MM-DD")
     for file in files:
         ledger.waive(file.id, who=options.who, why=options.waive, until=options.until)
-        print(f"{file.id} is waived until {options.until} by {options.who}: {options.waive}")
+        print(shown(f"{file.id} is waived until {options.until} by {options.who}: {options.waive}"))
     return 0
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE, CheckResult
+from xtrain.command.streams import shown
 from xtrain.config.check import Check
 
 _STYLES = {PASS: "green", FAIL: "bold red", ERROR: "bold red", STALE: "yellow", NOT_MEASURED: "dim"}
@@ -58,7 +59,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for i in used:
         table.add_column(columns[i], no_wrap=columns[i] not in _FOLDING, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in used))
+        table.add_row(*(Text(shown(row[i]), style=_STYLES.get(row[i], "")) for i in used))
     console = Console(highlight=False)
     unbounded = console.options.update(width=100_000, max_width=100_000)
     natural = console.measure(table, options=unbounded)

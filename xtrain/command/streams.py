@@ -62,10 +62,12 @@ class Sturdy:
 def sturdy() -> Iterator[tuple[Sturdy, Sturdy]]:
     """Make sys.stdout and sys.stderr sturdy; both are flushed at the end."""
     before = sys.stdout, sys.stderr
-    for stream in before:
+    # Python has no stream at all where the caller closed it (`>&-`).
+    streams = [stream or open(os.devnull, "w") for stream in before]  # noqa: SIM115
+    for stream in streams:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    wrapped = tuple(Sturdy(stream) for stream in before)
+    wrapped = tuple(Sturdy(stream) for stream in streams)
     sys.stdout, sys.stderr = wrapped
     try:
         yield wrapped
@@ -73,6 +75,11 @@ def sturdy() -> Iterator[tuple[Sturdy, Sturdy]]:
         for stream in wrapped:
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def is_lost(stream) -> bool:
+    """Whether what is written to a stream goes nowhere any more."""
+    return getattr(stream, "failure", None) is not None
 
 
 def shown(text: str) -> str:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from xtrain.command.streams import shown
 from xtrain.errors import UsageError
 from xtrain.track.database import was_rebuilt
 from xtrain.track.mlflow_copy import BEHIND, Artifact, Copy, Say, get_run, read_note
@@ -35,7 +36,7 @@ class Mirror:
 
         say receives the one warning line there may be; the default prints it on stderr.
         """
-        self._say = say or (lambda line: print(f"xtrain: {line}", file=sys.stderr))
+        self._say = say or (lambda line: print(f"xtrain: {shown(line)}", file=sys.stderr))
         self._copy = Copy(
             run, store_uri(), params or run.manifest.get("config", {}), tags or {}, self._say
         )
