@@ -200,7 +200,7 @@ def _field(row: object, text_key: str, where: str) -> str:
     if not isinstance(row, dict):
         raise UsageError(f"{where}: not a JSON object with the key {text_key!r}")
     if text_key not in row:
-        keys = ", ".join(map(repr, row)) or "none"
+        keys = _shortened(", ".join(map(repr, row))) or "none"
         raise UsageError(f"{where}: no key {text_key!r} (keys: {keys}); set data.text_key")
     text = row[text_key]
     if not isinstance(text, str):
@@ -246,7 +246,7 @@ def _check_column(path: Path, schema, text_key: str) -> None:
 
     found = schema.names.count(text_key)
     if found == 0:
-        names = ", ".join(schema.names)
+        names = _shortened(", ".join(schema.names))
         raise UsageError(f"{path}: no column {text_key!r} (columns: {names}); set data.text_key")
     if found > 1:
         raise UsageError(f"{path}: {found} columns are called {text_key!r}; rename all but one")
@@ -324,6 +324,10 @@ def _stream_hub(
     for index in range(first, min(shards or total, total)):
         for row in rows.shard(num_shards=total, index=index):
             yield row[text_key] or ""
+
+
+def _shortened(names: str) -> str:
+    return names if len(names) <= 300 else f"{names[:300]}..."
 
 
 def _one_line(error: Exception) -> str:

@@ -8,7 +8,6 @@ recognised by its file and read with the faster tokenizer that training used.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,14 @@ from xtrain.data.tokenizers.bytes import NAME, ByteTokenizer
 from xtrain.data.tokenizers.encoded import Encoded, UnreadableText, in_threads
 from xtrain.data.tokenizers.gpt2 import END_OF_TEXT, Tokenizer, load_gpt2
 from xtrain.errors import UsageError
+from xtrain.typed_json import Between, open_regular, read_json
 
 FILE = "tokenizer.json"
 # Far beyond any vocabulary there is, and small enough for one table of its ids.
 MOST_IDS = 1 << 22
+END_SHAPE = {"eos_token_id?": (None, Between(0, MOST_IDS - 1), [Between(0, MOST_IDS - 1)])}
+# The largest tokenizer.json that is read; those of the largest vocabularies have 35 MB.
+MOST_BYTES = 1 << 28
 # Of the tokenizer.json that `hf_tokenizer.write_hf_tokenizer` writes.
 GPT2_SHA256 = "85b713689b1c16e69a29b6cec4e6e13f39357a0f028839fced57b4e157c49555"
 
@@ -38,7 +41,7 @@ class ImportedTokenizer:
         import tokenizers
 
         self._path = Path(directory) / FILE
-        content = self._path.read_bytes()
+        content = _content(self._path)
         with _library_errors(lambda said: UsageError(f"{self._path} cannot be read: {said}")):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             self._tokenizer.no_truncation()
@@ -163,12 +166,21 @@ def load_tokenizer(directory: str | Path | None) -> Tokenizer | ByteTokenizer | 
         return load_gpt2()
     if directory == NAME:
         return ByteTokenizer()
-    path = Path(directory) / FILE
-    try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise UsageError(f"{directory}: no readable {FILE} ({error.strerror})") from error
+    digest = hashlib.sha256(_content(Path(directory) / FILE)).hexdigest()
     return load_gpt2() if digest == GPT2_SHA256 else ImportedTokenizer(Path(directory))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path.parent}: no readable {FILE} ({error.strerror})") from error
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if len(content) > MOST_BYTES:
+        raise UsageError(f"{path} cannot be read: more than {MOST_BYTES} bytes")
+    return content
 
 
 @contextmanager
@@ -196,12 +208,8 @@ def end_ids(directory: Path) -> list[int]:
     found: list[int] = []
     for name in ("config.json", "generation_config.json"):
         try:
-            stated = json.loads((Path(directory) / name).read_text("utf-8")).get("eos_token_id")
+            stated = read_json(Path(directory) / name, END_SHAPE).get("eos_token_id")
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise UsageError(f"{Path(directory) / name} cannot be read: {error}") from error
         found += stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if not all(isinstance(each, int) for each in found):
-        raise UsageError(f"{directory}: eos_token_id={found} is not an id or a list of ids")
     return list(dict.fromkeys(found))
