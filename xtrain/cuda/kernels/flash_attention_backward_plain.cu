@@ -1,4 +1,5 @@
-// Gradients of causal attention in fp32 without tensor cores: exact rather than fast. See the header.
+// Gradients of causal attention in fp32 without tensor cores: exact rather than fast. See the
+// header.
 //
 // A block of 256 threads has 32 rows (queries or keys) and walks tiles of 32. Of the 32 x 32 scores
 // a thread has one row's every eighth, and of the sums one row's every eighth column.
@@ -17,8 +18,8 @@ struct Shared {
     float p[ROWS * (TILE + 1)], ds[ROWS * (TILE + 1)];
 };
 
-__device__ __forceinline__ void copy_rows(
-    float* to, const float* from, int stride, int first, int T) {
+__device__ __forceinline__ void copy_rows(float* to, const float* from, int stride, int first,
+                                          int T) {
     for (int at = threadIdx.x; at < TILE * D; at += THREADS) {
         const int row = at / D, column = at % D;
         to[row * PITCH + column] = first + row < T ? from[(first + row) * stride + column] : 0.0f;
@@ -124,11 +125,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             copy_rows(s.tiles[1], dy + b * at_dy.batch + h * at_dy.head, at_dy.token, q0, T);
             __syncthreads();
             for (int i = lane; i < TILE; i += 8) {
-                const float score =
-                    product(s.rows[0] + in * PITCH, s.tiles[0] + i * PITCH) * scale;
+                const float score = product(s.rows[0] + in * PITCH, s.tiles[0] + i * PITCH) * scale;
                 const int query = q0 + i;
-                const bool seen = query < T && row <= query &&
-                                  (!starts || row >= starts[(int64)b * T + query]);
+                const bool seen =
+                    query < T && row <= query && (!starts || row >= starts[(int64)b * T + query]);
                 const float p = seen ? expf(score - offsets[terms + i]) : 0.0f;
                 const float dp = product(s.rows[1] + in * PITCH, s.tiles[1] + i * PITCH);
                 s.p[in * (TILE + 1) + i] = p;

@@ -76,11 +76,10 @@ struct QueryShared {
 extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
     queries(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
             const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dy_map,
-            const bf16_bits* __restrict__ y, const bf16_bits* __restrict__ dy,
-            Layout at_y, Layout at_dy, const float* __restrict__ lse,
-            const int* __restrict__ starts, bf16_bits* __restrict__ dq, Layout at_dq,
-            float* __restrict__ offsets, float* __restrict__ deltas, int H, int Hk, int T,
-            int padded, float scale) {
+            const bf16_bits* __restrict__ y, const bf16_bits* __restrict__ dy, Layout at_y,
+            Layout at_dy, const float* __restrict__ lse, const int* __restrict__ starts,
+            bf16_bits* __restrict__ dq, Layout at_dq, float* __restrict__ offsets,
+            float* __restrict__ deltas, int H, int Hk, int T, int padded, float scale) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) unsigned char raw[];
     QueryShared& s = *reinterpret_cast<QueryShared*>(raw);
@@ -96,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
         tile = min(range_of_starts(starts, q0, min(T, q0 + ROWS)).x, q0) / TILE;
     }
     const int tiles = block + 1;  // of keys that the block's queries see
-    const word k_at = shared_address(s.k),
-               v_at = shared_address(s.v);
+    const word k_at = shared_address(s.k), v_at = shared_address(s.v);
     const word full = shared_address(s.full), resident = full + 8 * QUERY_STAGES,
                empty = resident + 8;
     auto load = [&](int at, int stage) {
@@ -227,8 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
         }
         __syncthreads();
     }
-    const word q_at = shared_address(s.q),
-               dy_at = shared_address(s.dy);
+    const word q_at = shared_address(s.q), dy_at = shared_address(s.dy);
     const word full = shared_address(s.full), resident = full + 8 * KEY_STAGES,
                empty = resident + 8;
     auto load = [&](const Walk& at, int stage) {
@@ -237,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, KEY_BLOCKS)
         barrier_expect(barrier, 2 * TILE_BYTES + 8 * TILE);
         copy_rows(q_at + stage * TILE_BYTES, q_map, barrier, q0, h, b);
         copy_rows(dy_at + stage * TILE_BYTES, dy_map, barrier, q0, h, b);
-        copy_bytes(shared_address(s.offset) + stage * TILE * 4,
-                   offsets + at.head * padded + q0, TILE * 4, barrier);
-        copy_bytes(shared_address(s.delta) + stage * TILE * 4,
-                   deltas + at.head * padded + q0, TILE * 4, barrier);
+        copy_bytes(shared_address(s.offset) + stage * TILE * 4, offsets + at.head * padded + q0,
+                   TILE * 4, barrier);
+        copy_bytes(shared_address(s.delta) + stage * TILE * 4, deltas + at.head * padded + q0,
+                   TILE * 4, barrier);
     };
     Walk now = {starts ? ranges : nullptr, k0 / TILE, tiles, group, k0 + ROWS, 0, k0 / TILE};
     now.settle();
