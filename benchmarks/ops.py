@@ -152,6 +152,13 @@ def _result(case, direction, function, bytes_moved, work, device, rates) -> Resu
     flop = floor.op_flop(case.op, case.inputs, case.attrs, direction)
     seconds = _time(function, device)
     floor_s = rates.floor_s(flop=flop, bytes_moved=bytes_moved)
+    detail = {
+        "of_floor": floor_s / seconds,
+        "gb_s": bytes_moved / seconds / 1e9,
+        "tflop_s": flop / seconds / 1e12,
+    }
+    if not flop:  # it only moves bytes: its speed as a share of a copy's
+        detail["of_copy"] = bytes_moved / seconds / rates.bytes
     return Result(
         name=f"ops/{case.op.name}/{case.label}/{direction}",
         work={"model": work.model, "batch": work.batch, "seq": work.seq, "dtype": work.precision},
@@ -161,11 +168,7 @@ def _result(case, direction, function, bytes_moved, work, device, rates) -> Resu
         floor=floor_s * 1e3,
         rounds=ROUNDS,
         versions=versions(),
-        detail={
-            "of_floor": floor_s / seconds,
-            "gb_s": bytes_moved / seconds / 1e9,
-            "tflop_s": flop / seconds / 1e12,
-        },
+        detail=detail,
     )
 
 

@@ -1,5 +1,6 @@
-"""The training step against the compiled PyTorch step: the same model, batch and precision.
+"""The training step against PyTorch's: the same model, batch and precision.
 
+The peer is the strongest form of the compiled step, or the eager one; the result says which it was.
 Ours is the real `TrainingStep` over the flat buffers, its batch copied from the host in every step;
 the peer's batch already lies on the device. Both take their turns in one process.
 """
@@ -25,6 +26,7 @@ def measure(
     config = load_config(work.model, work.seq)
     ours = SizedStep(config, work, device)
     theirs = _peer(config, work, ours.batch, device.name, peer) if peer else None
+    described = _described(work, theirs)
     contenders = {"ours": Contender(ours, device.synchronize)}
     if theirs is not None:
         contenders["peer"] = Contender(theirs, _wait_for_torch(device.name))
@@ -57,7 +59,7 @@ def measure(
     detail["loss"] = _require_finite(ours.loss())
     return Result(
         name=name,
-        work=_described(work, peer),
+        work=described,
         device=device_name(device),
         unit="tok/s",
         ours=work.tokens / step_s,
@@ -70,13 +72,13 @@ def measure(
     )
 
 
-def _described(work: Work, peer: str | None) -> dict:
+def _described(work: Work, theirs) -> dict:
     shown = {"model": work.model, "batch": work.batch, "seq": work.seq, "precision": work.precision}
     if work.accumulation > 1:
         shown["accumulation"] = work.accumulation
     if work.remat != "none":
         shown["remat"] = work.remat
-    return shown | ({"peer": f"torch {peer}"} if peer else {})
+    return shown | ({"peer": f"torch, {theirs.description}"} if theirs is not None else {})
 
 
 def _peer(config, work: Work, batch, device: str, how: str):
@@ -84,19 +86,14 @@ def _peer(config, work: Work, batch, device: str, how: str):
     if work.accumulation > 1 or work.remat != "none":
         raise UsageError("--peer: the peer has no accumulation and no remat; leave them out")
     try:
-        from benchmarks.torch_model import make_step
+        from peers.torch_model import make_step, strongest_step
     except ModuleNotFoundError:
         raise UsageError("--peer: PyTorch is not installed (pip install 'xtrain[peers]')") from None
-    return make_step(
-        config,
-        batch["input_ids"][0],
-        batch["targets"][0],
-        device=device,
-        bf16=work.precision == "bf16",
-        compiled=how == "compile",
-        vocab_size=config.vocab_size,
-        learning_rate=LEARNING_RATE,
-    )
+    arrays = batch["input_ids"], batch["targets"]
+    options = {"device": device, "bf16": work.precision == "bf16", "learning_rate": LEARNING_RATE}
+    if how == "compile":
+        return strongest_step(config, *arrays, **options)
+    return make_step(config, *arrays, mode="eager", words=config.vocab_size, **options)
 
 
 def _wait_for_torch(device: str):

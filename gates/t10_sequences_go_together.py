@@ -1,14 +1,16 @@
 """T10: sequences go through together, with the numbers of one at a time.
 
 Claim   Logits and gradients of a batch of sequences, documents kept apart or not, are those of the
-        same sequences one after the other to rounding; at v2's size 16 sequences together take a
-        twelfth of the time, 32 a twentieth.
+        same sequences one after the other to rounding; at v2's size batches of 16 and 32 gain
+        more over their sequences one by one than PyTorch's eager step gains from batching.
 Why     A row that sees its neighbour, or weighs differently with the batch, still trains.
 Reads   conf/model/v2 and conf/phase/t10, for the size and for what is on as of this phase.
-Needs   A CPU for the numbers; for the speed one CUDA device that nobody else uses. About 20 s.
+Needs   A CPU for the numbers; for the speed one CUDA device that nobody else uses, and PyTorch
+        (the extra `peers`). About 40 s.
 """
 
 import functools
+import importlib.util
 from collections.abc import Mapping
 from unittest import mock
 
@@ -78,25 +80,48 @@ def _logits_and_gradients(tiny, here, batches: list[dict], scale) -> tuple[np.nd
 
 
 def speed(device: str) -> Mapping[str, float | NotMeasured]:
-    """Time of v2's eager step, as of this phase, sequence after sequence over that of the batch."""
+    """Time of v2's eager step, as of this phase, sequence after sequence over that of the batch;
+    and that ratio over the one of PyTorch's eager step, all four timed in turn."""
     if device != "cuda":
         return {}
     here = devices.use(device)
     features = paired.as_of("t10", "v2", device).features
-    names = {rows: f"batched_speedup_{rows}" for rows in BATCHES}
+    names = [name for rows in BATCHES for name in (_gain(rows), _over_pytorch(rows))]
     declined = paired.busy(here)
     if declined:
-        return dict.fromkeys(names.values(), declined)
-    return {name: _speedup(here, features, rows, name) for rows, name in names.items()}
+        return dict.fromkeys(names, declined)
+    found = {}
+    for rows in BATCHES:
+        found |= _speedups(here, features, rows)
+    return found
 
 
-def _speedup(here, features, rows: int, name: str) -> float | NotMeasured:
+def _gain(rows: int) -> str:
+    return f"batched_speedup_{rows}"
+
+
+def _over_pytorch(rows: int) -> str:
+    return f"batched_speedup_{rows}_over_pytorch"
+
+
+def _speedups(here, features, rows: int) -> dict[str, float | NotMeasured]:
     works = {"together": _together(rows), "alone": _alone(rows)}
-    ways = {
-        name: paired.Way(paired.sized_step(here, features, work), features)
-        for name, work in works.items()
-    }
-    return paired.ratios(here, ways, {name: ("alone", "together")}, rounds=3)[name]
+    steps = {name: paired.sized_step(here, features, work) for name, work in works.items()}
+    ways = {name: paired.Way(step, features) for name, step in steps.items()}
+    wanted, theirs = {_gain(rows): ("alone", "together")}, {}
+    if importlib.util.find_spec("torch") is not None:
+        from peers.torch_model import contender
+
+        config, batch = steps["alone"].config, steps["alone"].batch
+        as_one = {name: array.reshape(1, rows, SEQ) for name, array in batch.items()}
+        theirs["their alone"] = contender(config, batch, device="cuda")
+        theirs["their together"] = contender(config, as_one, device="cuda")
+        wanted["theirs"] = "their alone", "their together"
+    found = paired.ratios(here, ways, wanted, rounds=3, beside=theirs)
+    absent = NotMeasured("PyTorch is not installed (pip install 'xtrain[peers]')")
+    gain, peer = found[_gain(rows)], found.get("theirs", absent)
+    over = peer if isinstance(peer, NotMeasured) else gain / peer
+    return {_gain(rows): gain, _over_pytorch(rows): over}
 
 
 def _together(rows: int) -> Work:
@@ -151,7 +176,7 @@ GATE = Gate(
         Defect("next row", LOGITS, numbers, _rows_see_the_keys_of_the_next),
         Defect("first documents", LOGITS, numbers, _documents_of_the_first_row_are_taken_for_all),
         Defect("own average", "batched_grads_rel", numbers, _every_batch_is_averaged_by_itself),
-        Defect("taken apart", "batched_speedup_16", speed, _the_batch_is_taken_apart),
+        Defect("taken apart", _over_pytorch(16), speed, _the_batch_is_taken_apart),
     ),
     composes=("run/v2", "model/v2", "phase/t10"),
 )

@@ -70,18 +70,18 @@ def test_turns_alternate_and_the_ratio_is_of_pairs():
 
 def test_the_peer_computes_the_same_loss_from_the_same_weights():
     torch = pytest.importorskip("torch")
-    from benchmarks.torch_model import make_step
+    from peers.torch_model import make_step
 
     ours = SizedStep(TINY, Work("tiny", batch=2, seq=12), devices.use("cpu"))
     batch = random_batch(TINY, Work("tiny", batch=2, seq=12))
     peer = make_step(
         TINY,
-        batch["input_ids"][0],
-        batch["targets"][0],
+        batch["input_ids"],
+        batch["targets"],
         device="cpu",
         bf16=False,
-        compiled=False,
-        vocab_size=TINY.vocab_size,
+        mode="eager",
+        words=TINY.vocab_size,
         learning_rate=3e-4,
     )
     with torch.no_grad():

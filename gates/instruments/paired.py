@@ -60,14 +60,16 @@ def ratios(
     *,
     rounds: int,
     steps: int = 1,
+    beside: Mapping[str, Contender] | None = None,
     stat: Path = STAT,
 ) -> dict[str, float | NotMeasured]:
     """By check, how many times as fast the second of two ways is as the first.
 
+    beside: other programs, which take turns too and may be wanted by their names.
     NotMeasured for all when other work ran beside them; stat: where a CPU's use by all is counted.
     """
     others, started = others_seconds(stat), time.perf_counter()
-    times = seconds(here, ways, rounds=rounds, steps=steps)
+    times = seconds(here, ways, rounds=rounds, steps=steps, beside=beside)
     took = time.perf_counter() - started
     declined = busy(here)
     if here.name == "cpu" and others is not None:
@@ -99,10 +101,17 @@ def others_seconds(stat: Path = STAT) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
-def seconds(here: Device, ways: Mapping[str, Way], *, rounds: int, steps: int = 1) -> Times:
-    """Seconds a step of each way in each round."""
+def seconds(
+    here: Device,
+    ways: Mapping[str, Way],
+    *,
+    rounds: int,
+    steps: int = 1,
+    beside: Mapping[str, Contender] | None = None,
+) -> Times:
+    """Seconds a step of each way, and of each program beside them, in each round."""
     contenders = {name: _contender(here, way) for name, way in ways.items()}
-    return interleave(contenders, rounds=rounds, steps=steps)
+    return interleave(contenders | dict(beside or {}), rounds=rounds, steps=steps)
 
 
 def ratio(times: Times, slow: str, fast: str) -> float:

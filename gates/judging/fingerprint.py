@@ -26,7 +26,7 @@ from pathlib import Path
 from xtrain.config.files import file_of
 from xtrain.errors import UsageError
 
-PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks")
+PACKAGES = ("xtrain", "pipelines", "gates", "benchmarks", "peers")
 CPU_KERNELS = "xtrain.cpu."
 
 
@@ -256,4 +256,12 @@ def _named_files(directory: Path, source: Source) -> list[Path]:
         return []
     places = [directory, *(p for each in source.names if (p := directory / each).is_dir())]
     found = {p for place in places for each in source.data_names if (p := place / each).is_file()}
-    return sorted(found)
+    return sorted(found | {header for path in found for header in _headers(path)})
+
+
+def _headers(path: Path) -> list[Path]:
+    """Files beside a CUDA C++ source that it includes."""
+    if path.suffix != ".cu":
+        return []
+    named = re.findall(r'^#include "([\w.]+)"$', path.read_text(), re.MULTILINE)
+    return [path.parent / each for each in named if (path.parent / each).is_file()]

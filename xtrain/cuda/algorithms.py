@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-TABLE = Path(__file__).with_suffix(".json")
+TABLE = Path(__file__).parent / "algorithms.json"
 LEAST_TOKENS = 4096
 RESULT_BYTES = 96  # cublasLtMatmulHeuristicResult_t, which begins with the algorithm
 ALGORITHM_BYTES = 64

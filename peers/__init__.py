@@ -1,0 +1,1 @@
+"""Programs of other frameworks that do our work: what benchmarks and gates compare with."""
