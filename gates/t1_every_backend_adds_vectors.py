@@ -1,7 +1,8 @@
 """T1: every backend compiles and launches a kernel.
 
 Claim   The same vector sum, bit for bit, from Numba on the CPU, Numba-CUDA in the simulator and on
-        a GPU, CuPy and NVRTC; without a driver, one line says what is missing, with exit code 2.
+        a GPU, CuPy and NVRTC; without a driver, and without the compiler of kernels, one line says
+        what is missing, with exit code 2.
 Why     A half-installed toolchain otherwise shows first as a traceback deep inside a training step.
 Reads   Nothing.
 Needs   A CPU; the last three values one CUDA device. About 4 seconds.
@@ -19,6 +20,15 @@ from gates.instruments.simulated import simulated, spoilt
 from gates.judging.gate import Defect, Gate
 
 N = 1_003  # no multiple of any block size
+WITHOUT_COMPILER = """
+import sys, types
+from importlib.machinery import ModuleSpec
+sys.modules["cupy"] = types.ModuleType("cupy")
+sys.modules["cupy"].__spec__ = ModuleSpec("cupy", None)
+sys.modules["numba_cuda"] = None
+from pipelines.__main__ import main
+sys.exit(main(["device=cuda"]))
+"""
 
 
 @numba.njit
@@ -57,14 +67,24 @@ def on_gpu(device: str) -> dict[str, float]:
 
 def without_driver(device: str) -> dict[str, float]:
     """Lines on stderr of `device=cuda` when no GPU is to be seen, of which one is right."""
+    lines = _refusal("-m", "pipelines", "device=cuda", CUDA_VISIBLE_DEVICES="")
+    return {"missing_driver_line": float(len(lines))}
+
+
+def without_compiler(device: str) -> dict[str, float]:
+    """The same where CuPy is installed and numba-cuda, which compiles the kernels, is not."""
+    lines = _refusal("-c", WITHOUT_COMPILER)
+    named = any("numba-cuda is not installed" in line for line in lines)
+    return {"missing_compiler_line": float(len(lines) if named else 0)}
+
+
+def _refusal(*arguments: str, **environment: str) -> list[str]:
+    """The lines on stderr of a command that refuses and writes nothing; none if it does not."""
     with tempfile.TemporaryDirectory() as folder:
-        result = run_python(
-            "-m", "pipelines", "device=cuda", cwd=Path(folder), CUDA_VISIBLE_DEVICES=""
-        )
+        result = run_python(*arguments, cwd=Path(folder), **environment)
         left = list(Path(folder).iterdir())
-    if result.returncode != 2 or result.stdout or left:
-        return {"missing_driver_line": 0.0}
-    return {"missing_driver_line": float(len(result.stderr.splitlines()))}
+    refused = result.returncode == 2 and not result.stdout and not left
+    return result.stderr.splitlines() if refused else []
 
 
 def _vectors() -> np.ndarray:
@@ -97,10 +117,11 @@ def _another_program_in_the_simulator():
 GATE = Gate(
     "T1",
     "Toolchain",
-    measures=(on_cpu, in_simulator, on_gpu, without_driver),
+    measures=(on_cpu, in_simulator, on_gpu, without_driver, without_compiler),
     defects=(
         Defect("last element", "vector_add_numba_cpu", on_cpu, _forgets_the_tail_of_a_block),
         Defect("no sum", "vector_add_simulator", in_simulator, _another_program_in_the_simulator),
         Defect("chatter", "missing_driver_line", without_driver, _chatters_before_the_line),
+        Defect("chatter", "missing_compiler_line", without_compiler, _chatters_before_the_line),
     ),
 )
