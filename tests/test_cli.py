@@ -1,6 +1,7 @@
 """The command line: exit codes, one line an error, nothing written."""
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from pipelines.__main__ import main
 from xtrain.command.ending import guarded
+from xtrain.config.compose import compose, load_run
 from xtrain.errors import Interrupted, UsageError
 
 BAD = [
@@ -97,6 +99,33 @@ def test_a_users_error_is_one_line_exit_code_2_and_nothing_written(
     assert says in shown.err and hints in shown.err
     assert shown.out == ""
     assert list(empty_directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/d/x,y", "/d/it's", 'a "b" c', "[x", "{a", "(1", "a\\,'b", "x=y,z", "/d/100%,$HOME"],
+)
+def test_the_way_to_write_a_text_that_is_told_works(text, capsys):
+    assert main([f"out={text}", "dry_run=true"]) == 2
+    (hint,) = shlex.split("'out=" + capsys.readouterr().err.rpartition("write 'out=")[2])
+    assert load_run(compose([hint])).out == text
+    assert main([hint, "dry_run=true"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "hint", "values"),
+    [
+        ("seed=1,2", ["-m", "seed=1,2"], ["seed=1", "seed=2"]),
+        ("train.prompts=a,b", ["train.prompts=[a,b]"], []),
+    ],
+)
+def test_other_remedies_that_are_told_work(override, hint, values, capsys):
+    assert main([override, "dry_run=true"]) == 2
+    told = capsys.readouterr().err
+    assert "add -m" in told and (hint[0] == "-m" or hint[0] in told)
+    assert main([*hint, "dry_run=true"]) == 0
+    shown = capsys.readouterr().out
+    assert all(value in shown for value in values)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ Keys that do not exist are answered with the nearest that do, choices with all c
 
 import dataclasses
 import re
+import shlex
 import typing
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import OverrideParseException
 
 from xtrain.config.rules import nearest
@@ -124,7 +126,11 @@ def _sweep(error: Exception, cause: Exception) -> str | None:
     if not found:
         return None
     key, _, value = found.group(1).partition("=")
-    return f"{key}={value}: to run one after the other add -m; for a list write {key}=[{value}]"
+    one = {
+        list: f"; for a list write {key}=[{value}]",
+        str: f"; for one text write {typed(key, value)}",
+    }
+    return f"{key}={value}: to run one after the other add -m{one.get(_kind(key), '')}"
 
 
 def _syntax(error: Exception, cause: Exception) -> str | None:
@@ -133,7 +139,23 @@ def _syntax(error: Exception, cause: Exception) -> str | None:
     if not re.match("[^=]+=", error.override):
         return f"{error.override!r} is not KEY=VALUE; xtrain --help shows the common keys"
     key, _, value = error.override.partition("=")
-    return f"cannot read {error.override!r}; quote the value for the shell: '{key}=\"{value}\"'"
+    if _kind(key) is str:
+        return f"cannot read {error.override!r}; write {typed(key, value)}"
+    return f"cannot read {error.override!r}; a quote or bracket is not closed"
+
+
+def typed(key: str, text: str) -> str:
+    """How any text is typed in a shell as the value of a key: `'data.path="/d/x,y"'`."""
+    return shlex.quote(f"{key}={QuotedString(text=text, quote=Quote.double).with_quotes()}")
+
+
+def _kind(key: str) -> type | None:
+    """str or list, when a key's value is one; None for numbers and for keys that there are not."""
+    kind = RunConfig
+    for name in key.lstrip("+~").split("."):
+        kind = typing.get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
+    kinds = {kind, typing.get_origin(kind), *typing.get_args(kind)}
+    return next((each for each in (list, str) if each in kinds), None)
 
 
 def _missing(error: Exception, cause: Exception) -> str | None:
