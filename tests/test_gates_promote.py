@@ -85,6 +85,34 @@ def test_a_run_that_passes_everything_is_promoted_in_the_ledger(tmp_path):
     }
 
 
+def promotions(root):
+    entries = Ledger(root / "outputs" / "ledger.jsonl").entries()
+    return [entry["verdict"] for entry in entries if entry["kind"] == "promotion"]
+
+
+def test_the_same_weights_are_promoted_once_however_often_the_run_goes_on(tmp_path):
+    run = make_run(tmp_path)
+    assert decide(tmp_path, run=run).promoted and decide(tmp_path, run=run).promoted
+    assert promotions(tmp_path) == ["PASS"]
+    assert not decide(tmp_path, 0.4, run=run).promoted
+    assert decide(tmp_path, run=run).promoted
+    assert promotions(tmp_path) == ["PASS", "FAIL", "PASS"]
+    (run.path / "export" / "config.json").write_text("another export")
+    assert decide(tmp_path, run=run).promoted
+    assert promotions(tmp_path) == ["PASS", "FAIL", "PASS", "PASS"]
+
+
+def test_a_promotion_made_again_registers_no_second_version(here):
+    run, run_id, first = promote_in_mlflow(here)
+    (run.path / "registry.json").unlink()  # as when the disk was full
+    mirror = Mirror(run, say=lambda line: None, interval_s=0.05).start()
+    again = decide(here, run=run, mirror=mirror)
+    assert mirror.close("FINISHED") == ""
+    assert again.version == first.version is not None and mirror.run_id == run_id
+    assert len(open_store(store_uri()).search_model_versions("name='xtrain-v0'")) == 1
+    assert promotions(here) == ["PASS"]
+
+
 @pytest.mark.parametrize("margin", [0.4, float("nan")])
 def test_a_run_that_misses_its_bar_is_refused_with_the_reason(tmp_path, margin):
     promotion = decide(tmp_path, margin)

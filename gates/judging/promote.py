@@ -60,22 +60,21 @@ def promote_or_refuse(
     reasons = [*beside, *reasons]
     name = run.manifest["run"]
     fingerprints = {**fingerprints, "export": export_digest(run.path)}
-    entry = ledger.append(
-        {
-            "kind": "promotion",
-            "gate": name,
-            "verdict": FAIL if reasons else PASS,
-            "device": device,
-            "run": str(run.path),
-            "id": run.id,
-            "fingerprint": dict(fingerprints),
-            "bars": bars,
-            "checks": [check_record(result) for result in results],
-            "requires": {gate: known.verdict for gate, known in requires.items()},
-            "waivers": waivers,
-            "reasons": reasons,
-        }
-    )
+    decision = {
+        "kind": "promotion",
+        "gate": name,
+        "verdict": FAIL if reasons else PASS,
+        "device": device,
+        "run": str(run.path),
+        "id": run.id,
+        "fingerprint": dict(fingerprints),
+        "bars": bars,
+        "checks": [check_record(result) for result in results],
+        "requires": {gate: known.verdict for gate, known in requires.items()},
+        "waivers": waivers,
+        "reasons": reasons,
+    }
+    entry = _made_before(ledger, decision) or ledger.append(decision)
     tags = _tags(entry)
     if mirror is not None:
         for key, value in {**tags, **_head(entry, ledger)}.items():
@@ -83,8 +82,25 @@ def promote_or_refuse(
     if reasons or mirror is None:
         return Promotion(not reasons, tuple(reasons), tuple(notes))
     mirror.flush(wait_s)
-    version, note = register_or_owe(run, tags)
+    promoted = [each for each in decisions(ledger, name) if each["verdict"] == PASS]
+    is_newest = not promoted or promoted[-1]["id"] == run.id  # no alias moves back
+    version, note = register_or_owe(run, tags, is_newest=is_newest)
     return Promotion(True, (), tuple(filter(None, [*notes, note])), version)
+
+
+def _made_before(ledger: Ledger, decision: Mapping) -> dict | None:
+    """The promotion of the same weights and export that stands, for one that is made again.
+
+    A run that was stopped after it was promoted is measured once more when it goes on.
+    """
+    known = last_decision(ledger, decision["gate"], decision["id"])
+    if known is None or known["verdict"] != PASS or decision["verdict"] != PASS:
+        return None
+    same = all(
+        known["fingerprint"].get(part) == decision["fingerprint"].get(part)
+        for part in ("checkpoint", "export")
+    )
+    return known if same and known["bars"] == decision["bars"] else None
 
 
 def granted_by(ledger: Ledger) -> Callable[[RunDir], Grant | None]:

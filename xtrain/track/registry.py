@@ -140,12 +140,18 @@ def _register(
             raise
     if not client.list_artifacts(run_id, "export"):
         send_files(client, run_id, run.path, "export", "export")
-    version = client.create_model_version(
-        name,
-        source=f"{mlflow_run.info.artifact_uri}/export",
-        run_id=run_id,
-        tags={**tags, ID: run.id},
-    ).version
+    known = client.search_model_versions(f"name='{name}' and run_id='{run_id}'")
+    made_before = [each for each in known if each.tags.get(ID) == run.id]
+    version = (
+        made_before[0].version
+        if made_before  # by a process that was stopped before it wrote so down
+        else client.create_model_version(
+            name,
+            source=f"{mlflow_run.info.artifact_uri}/export",
+            run_id=run_id,
+            tags={**tags, ID: run.id},
+        ).version
+    )
     if is_newest:
         client.set_registered_model_alias(name, ALIAS, version)
     return str(version)
