@@ -182,7 +182,7 @@ def test_empty_documents_are_left_out(tmp_path):
         ("sotu", {"order_seed": -1}, "data.order_seed=-1: use 0 or more"),
         ("sotu", {"shards": 2}, "data.shards=2: only tinystories and fineweb_edu have shards"),
         ("fineweb_edu", {"shards": 0}, "data.shards=0: use a positive number"),
-        ("sotu", {"heldout_fraction": 0.0}, "data.heldout_fraction=0.0: use more than 0"),
+        ("sotu", {"heldout_fraction": 0.0}, "data.heldout_fraction=0.0: use at least 0.0001"),
         ("sotu", {"heldout_fraction": 0.6}, "data.heldout_fraction=0.6"),
         ("sotu", {"heldout_fraction": math.nan}, "data.heldout_fraction=nan"),
         ("sotu", {"heldout_tokens": 1}, "data.heldout_tokens=1: use 2 or more"),
