@@ -16,7 +16,7 @@ from gates.judging.find import choose_gates, find_gates
 from gates.judging.gate import Failed, NotMeasured
 from gates.judging.judge import judge, verdict_of, verdict_on
 from gates.judging.ledger import Ledger
-from gates.judging.measure import Bench, measure_gate, prove_gate, record, settle, standing
+from gates.judging.measure import Setting, measure_gate, prove_gate, record, settle, standing
 from xtrain.config.check import Check
 from xtrain.errors import UsageError
 
@@ -71,8 +71,8 @@ class Toys:
     def load_checks(self, name, data=None):
         return self.bars[name], f"title of {name}", f"claim of {name}"
 
-    def bench(self, device="cpu"):
-        return Bench(device, self.out, self.ledger, self.load_checks, self.directory / "evidence")
+    def setting(self, device="cpu"):
+        return Setting(device, self.out, self.ledger, self.load_checks, self.directory / "evidence")
 
     def run(self, *arguments):
         arguments = [*arguments, "--out", str(self.out)]
@@ -217,7 +217,7 @@ def test_a_gate_file_must_declare_its_own_id(toys):
 
 def test_a_gate_is_measured_and_judged_by_its_bars(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED, RANK])
-    report = measure_gate(file, toys.bench())
+    report = measure_gate(file, toys.setting())
     assert [each.verdict for each in report.results] == ["PASS", "NOT MEASURED", "NOT MEASURED"]
     assert report.results[0].value == 2.0 and report.results[2].reason == "no second device"
     assert report.verdict == "NOT MEASURED" and len(report.fingerprint["code"]) == 64
@@ -228,7 +228,7 @@ def test_an_exception_is_the_error_of_the_checks_that_miss_their_value(toys):
     text = TOY.replace("measures=(measure_line,)", "measures=(explode, measure_line)")
     file = toys.add("t1_line.py", text.replace("GATE =", f"{broken}\nGATE ="), [SLOPE, SPEED])
     toys.bars["t1"] = [SLOPE, Check("depth", "<=", 1.0)]
-    results = measure_gate(file, toys.bench()).results
+    results = measure_gate(file, toys.setting()).results
     assert [each.verdict for each in results] == ["PASS", "ERROR"]
     assert results[1].reason == "KeyError: 'q_norm'"
 
@@ -244,7 +244,7 @@ GATE = Gate(
 )
 """
     file = toys.add("v0_run.py", text, [SLOPE])
-    report = measure_gate(file, toys.bench())
+    report = measure_gate(file, toys.setting())
     assert report.results[0].value == len("outputs")
     assert report.fingerprint["checkpoint"] == "abc"
 
@@ -254,55 +254,55 @@ GATE = Gate(
 
 def test_nothing_recorded_is_not_measured(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE])
-    assert standing(file, toys.bench()).verdict == "NOT MEASURED"
+    assert standing(file, toys.setting()).verdict == "NOT MEASURED"
 
 
 def test_a_record_holds_until_the_code_changes(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
-    record(measure_gate(file, toys.bench()), toys.bench())
-    assert standing(file, toys.bench()).verdict == "PASS"
+    record(measure_gate(file, toys.setting()), toys.setting())
+    assert standing(file, toys.setting()).verdict == "PASS"
 
     file.path.write_text(TOY + "\nCHANGED = True\n")
 
-    stale = standing(file, toys.bench())
+    stale = standing(file, toys.setting())
     assert stale.verdict == "STALE" and "code changed since" in stale.results[0].reason
 
 
 def test_a_record_is_judged_by_the_bars_of_today(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE])
-    record(measure_gate(file, toys.bench()), toys.bench())
+    record(measure_gate(file, toys.setting()), toys.setting())
     toys.bars["t1"] = [replace(SLOPE, bar=2.5)]
-    assert standing(file, toys.bench()).verdict == "FAIL"
+    assert standing(file, toys.setting()).verdict == "FAIL"
 
 
 def test_settling_measures_only_what_does_not_stand(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE])
     said = []
-    assert settle([file], toys.bench(), said.append)["T1"].verdict == "PASS"
-    assert settle([file], toys.bench(), said.append)["T1"].verdict == "PASS"
+    assert settle([file], toys.setting(), said.append)["T1"].verdict == "PASS"
+    assert settle([file], toys.setting(), said.append)["T1"].verdict == "PASS"
     assert said == ["measuring gate T1 on cpu"]
     assert len(toys.ledger.entries()) == 1
 
 
 def commit_cuda_evidence(toys, file, speed=4.0):
-    bench = toys.bench("cuda")
-    report = measure_gate(file, bench)
+    setting = toys.setting("cuda")
+    report = measure_gate(file, setting)
     results = judge(toys.bars[file.id], {"slope": 2.0, "speed": speed}, "cuda")
-    write_evidence(replace(report, results=results).entry(), bench.evidence)
+    write_evidence(replace(report, results=results).entry(), setting.evidence)
 
 
 def test_evidence_counts_only_on_its_device_class(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
     commit_cuda_evidence(toys, file)
-    assert standing(file, toys.bench("cuda")).verdict == "PASS"
-    assert standing(file, toys.bench("cuda")).source == "evidence"
-    assert standing(file, toys.bench("cpu")).verdict == "NOT MEASURED"
+    assert standing(file, toys.setting("cuda")).verdict == "PASS"
+    assert standing(file, toys.setting("cuda")).source == "evidence"
+    assert standing(file, toys.setting("cpu")).verdict == "NOT MEASURED"
 
 
 def test_evidence_speaks_for_the_checks_that_this_device_cannot_measure(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
     commit_cuda_evidence(toys, file)
-    report = measure_gate(file, toys.bench())
+    report = measure_gate(file, toys.setting())
     assert report.verdict == "PASS"
     assert report.results[1].value == 4.0 and "evidence of 20" in report.results[1].reason
 
@@ -310,15 +310,18 @@ def test_evidence_speaks_for_the_checks_that_this_device_cannot_measure(toys):
 def test_evidence_is_judged_by_the_bars_of_today(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
     commit_cuda_evidence(toys, file, speed=2.0)
-    assert measure_gate(file, toys.bench()).verdict == "FAIL"
+    assert measure_gate(file, toys.setting()).verdict == "FAIL"
 
 
 def test_evidence_of_other_code_is_stale(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
     commit_cuda_evidence(toys, file)
     file.path.write_text(TOY + "\nCHANGED = True\n")
-    assert standing(file, toys.bench("cuda")).verdict == "STALE"
-    assert [each.verdict for each in measure_gate(file, toys.bench()).results] == ["PASS", "STALE"]
+    assert standing(file, toys.setting("cuda")).verdict == "STALE"
+    assert [each.verdict for each in measure_gate(file, toys.setting()).results] == [
+        "PASS",
+        "STALE",
+    ]
 
 
 def test_evidence_keeps_one_entry_a_device_class_without_its_chain(toys):
@@ -341,13 +344,13 @@ def test_a_malformed_evidence_file_is_named(tmp_path):
 def test_evidence_that_cannot_be_read_is_said_and_does_not_count(toys, checks):
     file = toys.add("t1_line.py", TOY, [SLOPE, SPEED])
     said = []
-    bench = replace(toys.bench("cuda"), say=said.append)
+    setting = replace(toys.setting("cuda"), say=said.append)
     commit_cuda_evidence(toys, file)
-    path = next(bench.evidence.glob("*.json"))
+    path = next(setting.evidence.glob("*.json"))
     (entry,) = json.loads(path.read_text())
     path.write_text(json.dumps([{**entry, "checks": checks}]))
 
-    assert standing(file, bench).verdict == "NOT MEASURED"
+    assert standing(file, setting).verdict == "NOT MEASURED"
     assert len(said) == 1 and f"{path.name} is damaged: [0].checks" in said[0]
 
 
@@ -356,33 +359,35 @@ def test_evidence_that_cannot_be_read_is_said_and_does_not_count(toys, checks):
 
 def test_a_seeded_defect_is_rejected_and_undone(toys):
     file = toys.add("t1_line.py", TOY, [SLOPE])
-    proof = prove_gate(file, toys.bench())[0]
+    proof = prove_gate(file, toys.setting())[0]
     assert (proof.control, proof.verdict, proof.outcome) == ("PASS", "FAIL", "PASS")
-    assert measure_gate(file, toys.bench()).verdict == "PASS"
+    assert measure_gate(file, toys.setting()).verdict == "PASS"
 
 
 def test_a_defect_that_the_bar_lets_through_is_no_proof(toys):
     file = toys.add("t1_line.py", TOY, [replace(SLOPE, bar=-1.0)])
-    assert prove_gate(file, toys.bench())[0].outcome == "FAIL"
+    assert prove_gate(file, toys.setting())[0].outcome == "FAIL"
 
 
 def test_a_check_that_rejects_the_sound_code_too_is_no_proof(toys):
     file = toys.add("t1_line.py", TOY, [replace(SLOPE, bar=9.0)])
-    assert prove_gate(file, toys.bench())[0].outcome == "FAIL"
+    assert prove_gate(file, toys.setting())[0].outcome == "FAIL"
 
 
 def test_a_defect_that_makes_the_measurement_raise_is_rejected(toys):
     text = TOY.replace("SLOPE, kept = 0.0, SLOPE", "SLOPE, kept = 1 / 0.0, SLOPE")
     raising = TOY.replace('{"slope": SLOPE,', '{"slope": 4 / SLOPE,')
-    assert prove_gate(toys.add("t1_line.py", raising, [SLOPE]), toys.bench())[0].verdict == "ERROR"
+    assert (
+        prove_gate(toys.add("t1_line.py", raising, [SLOPE]), toys.setting())[0].verdict == "ERROR"
+    )
     (toys.directory / "t1_line.py").unlink()
     broken_patch = toys.add("t1_patch.py", text, [SLOPE])
-    assert prove_gate(broken_patch, toys.bench())[0].outcome == "FAIL"
+    assert prove_gate(broken_patch, toys.setting())[0].outcome == "FAIL"
 
 
 def test_a_defect_must_name_a_check_of_its_gate(toys):
     file = toys.add("t1_line.py", TOY, [RANK])
-    assert prove_gate(file, toys.bench())[0].outcome == "FAIL"
+    assert prove_gate(file, toys.setting())[0].outcome == "FAIL"
 
 
 # the command

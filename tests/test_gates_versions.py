@@ -5,7 +5,7 @@ import pytest
 from gates.judging.find import find_gates
 from gates.judging.judge import judge
 from gates.judging.ledger import Ledger, verdict_entry
-from gates.judging.measure import Bench, gate_fingerprint, standing
+from gates.judging.measure import Setting, gate_fingerprint, standing
 from gates.judging.versions import changed_versions, differing_versions, facts_here
 from xtrain.config.check import Check
 from xtrain.track.machine import device_facts
@@ -40,8 +40,8 @@ def test_only_a_deciding_version_makes_a_verdict_stale(device, now, said):
 def test_a_verdict_records_the_versions_and_goes_stale_with_them(tmp_path):
     file = find_gates()["t3"]
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    bench = Bench("cpu", tmp_path, ledger, lambda *a: ([CHECK], "", ""), tmp_path / "none")
-    fingerprint = gate_fingerprint(file, bench)
+    setting = Setting("cpu", tmp_path, ledger, lambda *a: ([CHECK], "", ""), tmp_path / "none")
+    fingerprint = gate_fingerprint(file, setting)
     for numpy, verdict in ((None, "PASS"), ("1.0.0", "STALE")):
         found = device_facts("cpu")
         assert {"numpy", "numba"} <= found["versions"].keys()
@@ -50,7 +50,7 @@ def test_a_verdict_records_the_versions_and_goes_stale_with_them(tmp_path):
         results = judge([CHECK], {"error": 0.0}, "cpu")
         entry = verdict_entry("T3", results, device="cpu", fingerprint=fingerprint, facts=found)
         ledger.append(entry)
-        known = standing(file, bench)
+        known = standing(file, setting)
         assert known.verdict == verdict
     assert "numpy 1.0 to" in known.results[0].reason
 

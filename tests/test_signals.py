@@ -82,8 +82,8 @@ OTHER_MOMENTS = [
         ],
         143,
     ),
-    ([f"pipelines.verdict measure_run {INT}"], 130),
-    ([f"pipelines.verdict measure_run {INT}", f"pipelines.run end_run {INT}"], 130),
+    ([f"gates.judging.finished_run measure_run {INT}"], 130),
+    ([f"gates.judging.finished_run measure_run {INT}", f"pipelines.run end_run {INT}"], 130),
 ]
 
 
@@ -108,7 +108,7 @@ def test_a_run_ended_while_it_is_measured_is_measured_by_the_next_start(tmp_path
     killed, plain = tmp_path / "killed", tmp_path / "plain"
     killed.mkdir()
     plain.mkdir()
-    signalled(killed, f"pipelines.verdict measure_run {TERM}")
+    signalled(killed, f"gates.judging.finished_run measure_run {TERM}")
     again = signalled(killed, arguments=(*TINY, "resume=auto"))
     assert again.returncode == signalled(plain).returncode == 0
     assert "tiny PASS" in again.stdout and "resuming from checkpoint" in again.stderr

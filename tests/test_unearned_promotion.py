@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import gates.trained_run
+from gates.judging.fingerprint import code_fingerprint
 from gates.judging.outlook import outlook
 from pipelines.__main__ import main
 from xtrain.config.bars import (
@@ -277,3 +279,14 @@ def test_the_verdict_says_whose_bars_they_were(tiny, capsys):
     assert "bars of one's own, with the run" in capsys.readouterr().out
     lines = (tiny / "outputs" / "ledger.jsonl").read_text().splitlines()
     assert {json.loads(line)["bars"] for line in lines} == {"of one's own, with the run"}
+
+
+def test_the_verdict_on_a_run_without_a_file_here_is_bound_to_code_config_data_and_weights(tiny):
+    assert xtrain() == 0
+    lines = (tiny / "outputs" / "ledger.jsonl").read_text().splitlines()
+    verdict, promotion = (json.loads(line) for line in lines)
+    assert (verdict["kind"], promotion["kind"]) == ("verdict", "promotion")
+    assert verdict["fingerprint"] == promotion["fingerprint"]
+    assert set(verdict["fingerprint"]) == {"code", "config", "data", "checkpoint", "export"}
+    judged_by = Path(gates.trained_run.__file__)
+    assert verdict["fingerprint"]["code"] == code_fingerprint(judged_by, device="cpu")

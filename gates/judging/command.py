@@ -13,9 +13,9 @@ from gates.judging.find import HERE, GateFile, choose_gates, find_gates
 from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE
 from gates.judging.ledger import Ledger, check_record
 from gates.judging.measure import (
-    Bench,
     LoadChecks,
     Report,
+    Setting,
     load_bars,
     measure_gate,
     prove_gate,
@@ -54,7 +54,7 @@ def run(
     files = choose_gates(options.names or ["all"], found)
     if options.waive is not None:
         return _waive(files, options, ledger)
-    bench = Bench(
+    setting = Setting(
         resolve(options.device),
         options.out,
         ledger,
@@ -62,10 +62,10 @@ def run(
         directory / "evidence",
     )
     if options.list:
-        return _list(files, bench, options.json)
+        return _list(files, setting, options.json)
     if options.prove:
-        return _prove(files, bench, options.json)
-    return _measure(files, bench, options)
+        return _prove(files, setting, options.json)
+    return _measure(files, setting, options)
 
 
 def exit_code(verdicts: Iterable[str]) -> int:
@@ -87,15 +87,15 @@ def report_record(report: Report) -> dict:
     }
 
 
-def _measure(files: Sequence[GateFile], bench: Bench, options: argparse.Namespace) -> int:
+def _measure(files: Sequence[GateFile], setting: Setting, options: argparse.Namespace) -> int:
     reports = []
     for file in files:
         with _only_stderr():
-            print(f"measuring {file.id} on {bench.device}", file=sys.stderr)
-            report = measure_gate(file, bench)
-        record(report, bench)
+            print(f"measuring {file.id} on {setting.device}", file=sys.stderr)
+            report = measure_gate(file, setting)
+        record(report, setting)
         if options.evidence:
-            write_evidence(report.entry(), bench.evidence)
+            write_evidence(report.entry(), setting.evidence)
         reports.append(report)
     if options.json:
         print(json.dumps([report_record(each) for each in reports], indent=1, allow_nan=False))
@@ -108,19 +108,19 @@ def _measure(files: Sequence[GateFile], bench: Bench, options: argparse.Namespac
     return exit_code(each.verdict for each in reports)
 
 
-def _prove(files: Sequence[GateFile], bench: Bench, as_json: bool) -> int:
+def _prove(files: Sequence[GateFile], setting: Setting, as_json: bool) -> int:
     proofs = {}
     for file in files:
         with _only_stderr():
-            print(f"proving {file.id} on {bench.device}", file=sys.stderr)
-            proofs[file.load().id] = prove_gate(file, bench)
+            print(f"proving {file.id} on {setting.device}", file=sys.stderr)
+            proofs[file.load().id] = prove_gate(file, setting)
     empty = [gate for gate, found in proofs.items() if not found]
     if as_json:
         fields = ("defect", "rejects", "control", "verdict", "outcome", "reason")
         listed = [
             {
                 "gate": gate,
-                "device": bench.device,
+                "device": setting.device,
                 "defects": [{name: getattr(each, name) for name in fields} for each in found],
             }
             for gate, found in proofs.items()
@@ -144,12 +144,12 @@ def _rejected(outcome: str) -> str:
     return {PASS: "yes", FAIL: "NO"}.get(outcome, outcome)
 
 
-def _list(files: Sequence[GateFile], bench: Bench, as_json: bool) -> int:
+def _list(files: Sequence[GateFile], setting: Setting, as_json: bool) -> int:
     rows, listed = [], []
     for file in files:
-        _, title, claim = load_bars(file, bench)
+        _, title, claim = load_bars(file, setting)
         known = {
-            device: standing(file, replace(bench, device=device)) for device in ("cpu", "cuda")
+            device: standing(file, replace(setting, device=device)) for device in ("cpu", "cuda")
         }
         gate = file.load()
         listed.append(

@@ -42,7 +42,7 @@ def _to_stderr(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Setting:
     """Where gates are measured: device class, outputs root, ledger, bars, committed evidence.
 
     say receives a line for each file that cannot be read.
@@ -58,13 +58,17 @@ class Bench:
 
 @dataclass(frozen=True)
 class Report:
-    """A gate measured now; fingerprint has `code` and, for a trained run, what was judged."""
+    """A gate measured now; fingerprint has `code` and, for a trained run, what was judged.
+
+    bars: whose they were, of a trained run.
+    """
 
     gate: str
     title: str
     device: str
     fingerprint: Mapping[str, str]
     results: Sequence[CheckResult]
+    bars: str = ""
 
     @property
     def verdict(self) -> str:
@@ -73,13 +77,14 @@ class Report:
 
     def entry(self) -> dict:
         """The ledger entry of this report."""
-        return verdict_entry(
+        entry = verdict_entry(
             self.gate,
             self.results,
             device=self.device,
             fingerprint=self.fingerprint,
             facts=device_facts(self.device),
         )
+        return {**entry, "bars": self.bars} if self.bars else entry
 
 
 @dataclass(frozen=True)
@@ -112,51 +117,51 @@ class Proof:
         return PASS if self.control == PASS and self.verdict in (FAIL, ERROR) else FAIL
 
 
-def measure_gate(file: GateFile, bench: Bench) -> Report:
-    """Run a gate's measurements on the bench's device and judge them; records nothing.
+def measure_gate(file: GateFile, setting: Setting) -> Report:
+    """Run a gate's measurements on the setting's device and judge them; records nothing.
 
     Checks of the other device class take what stands recorded there.
     """
     gate = file.load()
-    checks, title, _ = load_bars(file, bench)
-    measured = _measure_all(gate, checks, bench)
-    results = judge(checks, measured, bench.device)
+    checks, title, _ = load_bars(file, setting)
+    measured = _measure_all(gate, checks, setting)
+    results = judge(checks, measured, setting.device)
     return Report(
         gate.id,
         title or gate.title,
-        bench.device,
-        gate_fingerprint(file, bench),
-        _with_recorded(results, file, bench),
+        setting.device,
+        gate_fingerprint(file, setting),
+        _with_recorded(results, file, setting),
     )
 
 
-def load_bars(file: GateFile, bench: Bench) -> tuple[list[Check], str, str]:
+def load_bars(file: GateFile, setting: Setting) -> tuple[list[Check], str, str]:
     """A gate's checks, those of the data its run was trained on, and its title and claim."""
     trained_on = file.load().trained_on
-    data = trained_on(bench.device, bench.out) if trained_on else None
-    return bench.load_checks(file.id, data)
+    data = trained_on(setting.device, setting.out) if trained_on else None
+    return setting.load_checks(file.id, data)
 
 
-def gate_fingerprint(file: GateFile, bench: Bench) -> dict[str, str]:
+def gate_fingerprint(file: GateFile, setting: Setting) -> dict[str, str]:
     """The gate's code fingerprint, and for a gate of a run those of the run it judges."""
     gate = file.load()
-    fingerprint = {"code": code_fingerprint(file.path, gate.composes, device=bench.device)}
+    fingerprint = {"code": code_fingerprint(file.path, gate.composes, device=setting.device)}
     if gate.artifact is not None:
-        fingerprint |= gate.artifact(bench.device, bench.out)
+        fingerprint |= gate.artifact(setting.device, setting.out)
     return fingerprint
 
 
-def standing(file: GateFile, bench: Bench) -> Standing:
-    """The newest record of the gate on the bench's device class that still holds.
+def standing(file: GateFile, setting: Setting) -> Standing:
+    """The newest record of the gate on the setting's device class that still holds.
 
     A ledger entry holds while code, config, data, checkpoint and export are the same; committed
     evidence while the code is; both while the deciding versions are. Without one that holds, the
     newest is STALE; without any, NOT MEASURED.
     """
-    device = bench.device
-    fingerprint = gate_fingerprint(file, bench)
-    entry = bench.ledger.latest(file.id, device)
-    committed = _committed(file, bench)
+    device = setting.device
+    fingerprint = gate_fingerprint(file, setting)
+    entry = setting.ledger.latest(file.id, device)
+    committed = _committed(file, setting)
     records = []
     if entry:
         changed = [*_changed(entry, fingerprint), *changed_versions(entry, device)]
@@ -169,7 +174,7 @@ def standing(file: GateFile, bench: Bench) -> Standing:
     if not records:
         return Standing(name, device, NOT_MEASURED)
     changed, source, newest = max(records, key=lambda each: (not each[0], each[2]["date"]))
-    checks, _, _ = load_bars(file, bench)
+    checks, _, _ = load_bars(file, setting)
     results = judge(checks, recorded_values(newest), device)
     if changed:
         reason = f"{' and '.join(changed)} changed since {newest['date']}"
@@ -177,46 +182,46 @@ def standing(file: GateFile, bench: Bench) -> Standing:
     return Standing(name, device, verdict_on(device, results), results, newest["date"], source)
 
 
-def _committed(file: GateFile, bench: Bench) -> dict | None:
+def _committed(file: GateFile, setting: Setting) -> dict | None:
     """The committed evidence; what cannot be read is said, and speaks for nothing."""
     try:
-        return read_evidence(file.id, bench.device, bench.evidence)
+        return read_evidence(file.id, setting.device, setting.evidence)
     except UsageError as error:
-        bench.say(f"{error}; it does not count")
+        setting.say(f"{error}; it does not count")
         return None
 
 
 def settle(
-    files: Iterable[GateFile], bench: Bench, say: Callable[[str], None] = lambda line: None
+    files: Iterable[GateFile], setting: Setting, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Standing]:
     """The standing of each gate, measuring and recording those that have none that holds."""
     settled = {}
     for file in files:
-        known = standing(file, bench)
+        known = standing(file, setting)
         if known.verdict in (STALE, NOT_MEASURED, ERROR):
-            say(f"measuring gate {known.gate} on {bench.device}")
-            known = record(measure_gate(file, bench), bench)
+            say(f"measuring gate {known.gate} on {setting.device}")
+            known = record(measure_gate(file, setting), setting)
         settled[known.gate] = known
     return settled
 
 
-def record(report: Report, bench: Bench) -> Standing:
+def record(report: Report, setting: Setting) -> Standing:
     """Append a report to the ledger; what then stands for the gate."""
-    entry = bench.ledger.append(report.entry())
+    entry = setting.ledger.append(report.entry())
     verdict = verdict_on(report.device, report.results)
     return Standing(report.gate, report.device, verdict, report.results, entry["date"], "ledger")
 
 
-def prove_gate(file: GateFile, bench: Bench) -> list[Proof]:
+def prove_gate(file: GateFile, setting: Setting) -> list[Proof]:
     """Run every seeded defect of a gate. An empty list means that the gate has none."""
     gate = file.load()
-    checks = {check.name: check for check in load_bars(file, bench)[0]}
+    checks = {check.name: check for check in load_bars(file, setting)[0]}
     controls: dict[Measure, dict[str, Measured]] = {}
     for defect in gate.defects:
         if defect.measure not in controls:
-            controls[defect.measure] = _measure_one(defect.measure, bench.device)
+            controls[defect.measure] = _measure_one(defect.measure, setting.device)
     return [
-        _prove(defect, checks.get(defect.rejects), controls[defect.measure], bench.device)
+        _prove(defect, checks.get(defect.rejects), controls[defect.measure], setting.device)
         for defect in gate.defects
     ]
 
@@ -248,9 +253,9 @@ def _judge_measured(check: Check, values: dict[str, Measured], device: str) -> C
     return judge([check], _fill_failed([check], values), device)[0]
 
 
-def _measure_all(gate: Gate, checks: Sequence[Check], bench: Bench) -> dict[str, Measured]:
-    parts = [_measure_one(measure, bench.device) for measure in gate.measures]
-    parts += [_measure_one(measure, bench.device, bench.out) for measure in gate.run_measures]
+def _measure_all(gate: Gate, checks: Sequence[Check], setting: Setting) -> dict[str, Measured]:
+    parts = [_measure_one(measure, setting.device) for measure in gate.measures]
+    parts += [_measure_one(measure, setting.device, setting.out) for measure in gate.run_measures]
     measured = {name: value for part in parts for name, value in part.items()}
     raised = [part[_RAISED].reason for part in parts if _RAISED in part]
     if raised:
@@ -277,14 +282,14 @@ def _fill_failed(checks: Sequence[Check], measured: dict[str, Measured]) -> dict
 
 
 def _with_recorded(
-    results: Sequence[CheckResult], file: GateFile, bench: Bench
+    results: Sequence[CheckResult], file: GateFile, setting: Setting
 ) -> list[CheckResult]:
     """Results with those of another device class replaced by what stands recorded there."""
-    others = {r.check.device for r in results if not r.check.applies_to(bench.device)}
+    others = {r.check.device for r in results if not r.check.applies_to(setting.device)}
     recorded = {
         device: {
             each.check.name: (known, each)
-            for known in [standing(file, replace(bench, device=device))]
+            for known in [standing(file, replace(setting, device=device))]
             for each in known.results
         }
         for device in others

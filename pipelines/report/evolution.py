@@ -18,7 +18,7 @@ from pathlib import Path
 from gates.judging.find import GateFile, find_gates
 from gates.judging.judge import NOT_MEASURED, CheckResult
 from gates.judging.ledger import Ledger
-from gates.judging.measure import Bench, Standing, standing
+from gates.judging.measure import Setting, Standing, standing
 from gates.judging.table import show_bar, show_value
 from pipelines.report.plots import new_figure, tokens_per_step
 from xtrain.config.bars import gate_checks
@@ -151,7 +151,7 @@ def _say(line: str) -> None:
 
 
 def _known(file: GateFile | None, root: Path, ledger: Ledger, device: str) -> Standing | None:
-    return None if file is None else standing(file, Bench(device, root, ledger, gate_checks))
+    return None if file is None else standing(file, Setting(device, root, ledger, gate_checks))
 
 
 def _shown(result: CheckResult) -> str:
