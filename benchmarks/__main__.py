@@ -9,6 +9,8 @@ import os
 import sys
 from dataclasses import replace
 
+from xtrain.command.ending import run_command
+
 NAMES = {
     "cpu_train": "the training step of v0 on the CPU, 8 x 64 tokens, fp32",
     "train_step": "the training step of --model on the GPU",
@@ -52,6 +54,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark, or all that the device can; returns the exit code."""
+    return run_command("xtrain-bench", _main, arguments)
+
+
+def _main(arguments: list[str] | None) -> int:
     options = parse(arguments)
     if options.name is not None and options.name not in NAMES:
         near = difflib.get_close_matches(options.name, NAMES, 1)

@@ -12,6 +12,7 @@ xtrain trains Qwen3-style language models, judges them, and promotes them or say
   xtrain run=NAME phase=eval eval=NAME             its loss and bits per byte on a fixed set
   xtrain-gate NAME ... | all                       measure and judge again
   xtrain-report                                    the evolution of all runs, with plots
+  xtrain-prune [--delete]                          give back the disk of old runs' checkpoints
   xtrain-bench [NAME] [--peer]                     speed against the hardware and against PyTorch
 
 Choices

@@ -21,6 +21,7 @@ from gates.judging.ledger import Ledger
 from gates.judging.measure import Setting, Standing, standing
 from gates.judging.table import show_bar, show_value
 from pipelines.report.plots import new_figure, tokens_per_step
+from xtrain.command.ending import run_command
 from xtrain.config.bars import gate_checks
 from xtrain.config.compose import load_saved
 from xtrain.config.files import choices
@@ -45,6 +46,10 @@ RUNS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the report; returns the exit code."""
+    return run_command("xtrain-report", _main, arguments)
+
+
+def _main(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="xtrain-report", description="Write the evolution ledger of all phases and runs."
     )
@@ -53,13 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--root", default="outputs", type=Path, metavar="DIR", help="root of the runs"
     )
     options = parser.parse_args(arguments)
-    try:
-        for path in write_report(options.root, options.out):
-            print(path)
-        return 0
-    except UsageError as error:
-        print(f"xtrain-report: {error}", file=sys.stderr)
-        return 2
+    for path in write_report(options.root, options.out):
+        print(path)
+    return 0
 
 
 def write_report(root: Path, out: Path) -> list[Path]:
