@@ -25,7 +25,9 @@ train: {max_tokens: 1280, batch_size: 4, seq_len: 32, eval_tokens: 512, sample_t
 optim: {lr: 0.03}
 features: {precision: fp32}
 gate:
-  checks: [{name: missing_steps, op: "==", bar: 0}]
+  checks:
+  - {name: missing_steps, op: "==", bar: 0}
+  - {name: val_loss, op: "<=", bar: 11}
 """
 GREEDY = ["decode.temperature=0", "decode.max_new_tokens=7"]
 PROMPT = "The people of the [United] States, and"

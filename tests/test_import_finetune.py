@@ -40,7 +40,9 @@ train: {{max_tokens: {tokens}, batch_size: {rows}, seq_len: {T}, eval_tokens: 64
 optim: {{lr: 3.0e-4, warmup_steps: 3}}
 features: {{precision: fp32}}
 gate:
-  checks: [{{name: missing_steps, op: "==", bar: 0}}]
+  checks:
+  - {{name: missing_steps, op: "==", bar: 0}}
+  - {{name: val_loss, op: "<=", bar: 11}}
 """
 
 
