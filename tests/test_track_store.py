@@ -379,7 +379,7 @@ def test_what_a_deleted_database_left_behind_is_not_replayed_into_the_next(here,
     assert ("leftover",) not in names
 
 
-def test_an_experiment_opens_as_one_of_model_training(here):
+def test_an_experiment_is_tagged_as_model_training_unless_somebody_chose(here):
     from xtrain.track.mlflow_store import experiment_id
 
     client = open_store(store_uri())

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 from xtrain.errors import UsageError
@@ -171,7 +172,9 @@ def _revision(database: Path) -> str | None:
     return rows[0][0] if rows else None
 
 
+@cache
 def _scripts():
+    """MLflow's migrations, read once: they are those of the installed package."""
     from alembic.script import ScriptDirectory
     from mlflow.store.db.utils import _get_alembic_config
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from xtrain.track.database import LOCK_WAIT_S, make_whole, refuse_locked
 from xtrain.track.store_address import redacted, sqlite_path, store_uri
 
-# What MLflow's page of an experiment shows first; without it, MLflow 3 takes runs without a
-# logged model for evaluations of an agent.
+# What MLflow says the experiment is. Which pages its interface opens is, in 3.17, a setting of the
+# browser (GenAI at first) or of the address: ?workflowType=machine_learning.
 KIND = {"mlflow.experimentKind": "custom_model_development"}
 
 
