@@ -1,5 +1,6 @@
 """Tensor, tape, host-read guard, recomputation, and what a loss may be used for."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -365,3 +366,14 @@ def test_the_debug_level_that_checks_values_names_the_op():
         ops.scale(Tensor(np.array([np.inf])), factor=1.0)
     device.use("cpu")
     ops.scale(Tensor(np.array([np.inf])), factor=1.0)
+
+
+def test_what_no_backward_needs_is_let_go():
+    x = Tensor(np.ones(3), requires_grad=True)
+    between = ops.scale(x, factor=2.0)
+    held = weakref.ref(between.data)
+    y = ops.total(ops.scale(between, factor=3.0))
+    del between
+    assert held() is None
+    y.backward()
+    np.testing.assert_array_equal(x.grad, np.full(3, 6.0))

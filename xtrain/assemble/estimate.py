@@ -217,8 +217,7 @@ def _block_bytes(run: RunConfig, features: Features, device_class: str) -> tuple
     # The CPU keeps the probabilities. A GPU makes them again, unless one block of queries is all.
     keeps = device_class == "cpu" or run.train.seq_len <= LEAST_QUERIES
     scores = heads * run.train.seq_len if keeps else 0
-    # Sum, normed sum and the half's result, once more where dropout follows.
-    both = 4 * D if run.train.dropout > 0 else 3 * D
+    both = 2 * D  # sum and normed sum; the half's result goes into the next sum and is let go
     norms = 4 * (heads + config.num_key_value_heads if features.qk_norm else 0)  # 1 / rms, fp32
     # qkv; q, k, v after norm and RoPE; attention's output. Gate, up and their product.
     mixer = both + (q + 2 * kv) + (q + 2 * kv) + q + scores

@@ -195,8 +195,9 @@ class Op:
             return tuple(map(Tensor, y)) if several else Tensor(y)
         outputs = y if several else (y,)
         like = [(out.shape, out.dtype) for out in outputs]
-        back = partial(_run_backward, self, chosen, here, inputs, like, saved, attrs)
-        node = Node(self.name, inputs, len(outputs), back)
+        edges = tuple([x.edge() if isinstance(x, Tensor) else None for x in inputs])
+        back = partial(_run_backward, self, chosen, here, edges, like, saved, attrs)
+        node = Node(self.name, edges, len(outputs), back)
         if not several:
             return Tensor(y, requires_grad=y.dtype in FLOATS, node=node)
         return tuple(

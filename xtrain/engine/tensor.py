@@ -99,6 +99,15 @@ class Tensor:
     def dtype(self):
         return self.data.dtype
 
+    def edge(self) -> "Tensor":
+        """What the tape keeps of an input: a leaf itself, of what an op made only its place.
+
+        The array is held by whoever saved it for backward, and by nobody else.
+        """
+        if self.node is None:
+            return self
+        return Tensor(None, requires_grad=self.requires_grad, node=self.node, index=self.index)
+
     def detach(self) -> "Tensor":
         """The same array, cut from the tape."""
         return Tensor(self.data)
