@@ -61,10 +61,14 @@ def bits(backend: Backend, op: Op, sample: Sample, key: str, dtype, arrange=lamb
     ys, dxs = run(backend, op.fused[key], arrays, sample.attrs, dys)
     changed = [backend.get(arrays[i]) for i in op.mutates]
     accumulated = op.fused[key].accumulates if dxs else ()
-    into = tuple(backend.put(np.ones(arrays[i].shape, float32)) for i in accumulated)
+    into = tuple(  # an input that is absent has no buffer
+        None if arrays[i] is None else backend.put(np.ones(arrays[i].shape, float32))
+        for i in accumulated
+    )
     if into:
         run(backend, op.fused[key], arrays, sample.attrs, dys, into)
-    return [a.tobytes() for a in [*ys, *dxs, *changed, *map(backend.get, into)] if a is not None]
+    added = [backend.get(buffer) for buffer in into if buffer is not None]
+    return [a.tobytes() for a in [*ys, *dxs, *changed, *added] if a is not None]
 
 
 def every_second(a):
