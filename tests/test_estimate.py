@@ -130,7 +130,7 @@ def test_the_loss_and_backward_are_not_held_at_once_but_a_pool_mixes_them(v0):
     assert training_memory_bytes(with_features(v0, pool=False), "cuda").scattered == 0
 
 
-# Peaks of the benchmark's steps on an H200: bytes that the pools held, with what drawing the weights
+# Peaks of the benchmark's steps on an H200: bytes that the pools held, with what drawing weights
 # had taken. That is more beside a small model's: v2's 5.9 GiB are estimated 10.1 % too low.
 HELD = [("v4", 128, 256, 22.2), ("v9", 32, 1024, 39.1), ("v12", 16, 1024, 46.1)]
 
