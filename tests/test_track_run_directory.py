@@ -103,11 +103,10 @@ def test_a_line_that_is_no_record_is_named_with_its_number_and_why(tmp_path, lin
     run.close()
     metrics = run.path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + line + b"\n" + metrics.read_bytes())
-    for read in (lambda: read_metrics(metrics), lambda: load_run(run.path).truncate_after(3)):
-        with pytest.raises(UsageError) as refused:
-            read()
-        assert str(refused.value).startswith(f"{metrics} line 2 is damaged: ")
-        assert reason in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        read_metrics(metrics)
+    assert str(refused.value).startswith(f"{metrics} line 2 is damaged: ")
+    assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize(
