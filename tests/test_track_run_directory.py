@@ -79,8 +79,8 @@ def test_metrics_lines_are_valid_json_even_with_nan(tmp_path):
 
 DAMAGE = [
     (b"spoilt", "not JSON"),
-    (b'{"step": 2, "kind": "train", "loss": 0.5}\x00\x00', "not JSON"),
-    (b"\x00" * 60, "not JSON"),
+    (b'{"step": 2, "kind": "train", "loss": 0.5}\x00\x00', "NUL bytes"),
+    (b"\x00" * 60, "NUL bytes"),
     (b'{"step": 2, "kind": "tr\xff\xfein"}', "byte 23 is not UTF-8"),
     (b'{"step": "2", "kind": "train"}', 'step is "2", not a whole number'),
     (b'{"step": -2, "kind": "train"}', "step is -2"),
