@@ -9,11 +9,17 @@
 #ifndef STORAGE
 #define STORAGE float
 #endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef ROWS  // queries of a warp
+#define ROWS 4
+#endif
 #ifndef HEAD_DIM
 #define HEAD_DIM 32
 #endif
 
-constexpr int WARPS = 4, ROWS = 4, KEY_TILE = 32;
+constexpr int KEY_TILE = 32;
 constexpr int QUERY_TILE = WARPS * ROWS, THREADS = WARPS * 32;
 constexpr int LANE_DIMS = (HEAD_DIM + 31) / 32;
 constexpr int PITCH = HEAD_DIM + 1 - HEAD_DIM % 2;  // odd: 32 keys meet no bank twice
