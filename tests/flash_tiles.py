@@ -15,11 +15,9 @@ import numpy as np
 from xtrain.cuda.compile import nvrtc
 from xtrain.cuda.kernels.flash_attention import Geometry
 
-LAZY = float(
-    re.search(r"float LAZY = ([\d.]+)f;", nvrtc.text("flash_attention_forward.cu"))[1]
-)
+LAZY = float(re.search(r"float LAZY = ([\d.]+)f;", nvrtc.text("flash_attention_forward.cu"))[1])
 LOG2E = np.float32(math.log2(math.e))
-LARGEST = 1 << 31
+LARGEST = (1 << 31) - 1
 
 
 class Sight(NamedTuple):
@@ -57,9 +55,7 @@ class Forward:
                 inputs = (q[b, h], k[b, h // group], v[b, h // group])
                 of_row = None if starts is None else starts[b]
                 for first in reversed(range(0, T, cut.query_tile)):
-                    block = sight_of(
-                        first, cut.query_tile, T, k.shape[2], offset, of_row
-                    )
+                    block = sight_of(first, cut.query_tile, T, k.shape[2], offset, of_row)
                     for warp in range(cut.WARPS):
                         at = first + warp * cut.ROW_TILES * 16
                         if at < T:

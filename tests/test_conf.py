@@ -197,12 +197,16 @@ def test_a_feature_that_a_cpu_lacks_is_refused_by_name(load, feature):
     check_features(load(f"features.{feature}"), "cuda")
 
 
-def test_an_attention_that_is_not_built_is_refused_rather_than_replaced(load):
+def test_flash_attention_is_the_best_of_a_gpu_and_refused_where_it_cannot_be(load):
     with pytest.raises(UsageError, match="features.attention=flash needs device=cuda"):
         check_features(load("features.attention=flash"), "cpu")
-    with pytest.raises(UsageError, match="flash is not built yet; say features.attention=composed"):
-        check_features(load("features.attention=flash"), "cuda")
-    assert resolve_features(load("run=v9"), "cuda").attention == "composed"
+    odd = load("features.attention=flash", "model.head_dim=24")
+    with pytest.raises(UsageError, match="needs model.head_dim a multiple of 16 up to 128.* 24;"):
+        check_features(odd, "cuda")
+    assert resolve_features(load("run=v9"), "cuda").attention == "flash"
+    assert resolve_features(load(), "cpu").attention == "composed"
+    open_features = load("run=v9", "model.head_dim=24")
+    assert resolve_features(open_features, "cuda").attention == "composed"
 
 
 def test_features_left_open_become_the_best_of_the_device(load):

@@ -108,6 +108,7 @@ def test_recomputing_more_keeps_less(v0):
 @pytest.mark.parametrize(("tokens", "kept_by_cpu_alone"), [(64, 0), (128, 0), (256, 4)])
 def test_a_cpu_keeps_the_scores_that_a_gpu_makes_again(v0, tokens, kept_by_cpu_alone):
     run = dataclasses.replace(v0, train=dataclasses.replace(v0.train, seq_len=tokens))
+    run = with_features(run, attention="composed")
     scores = 8 * tokens * 2 * tokens  # tokens x heads x keys, of one layer
     on_cpu, on_gpu = (training_memory_bytes(run, name).activations for name in ("cpu", "cuda"))
     assert on_cpu - on_gpu == kept_by_cpu_alone * 4 * scores  # fp32, of four layers
@@ -118,8 +119,20 @@ def test_the_tape_keeps_what_some_backward_needs(v0):
     mixer = 2 * 32 + 2 * (3 * 32) + 32 + 2 * 64
     mlp = 2 * 32 + 3 * v0.model.intermediate_size
     rms = 2 + 2 * v0.model.num_attention_heads  # fp32, of the norms and of q's and k's heads
-    memory = training_memory_bytes(v0, "cuda")
-    assert memory.activations == 512 * 4 * (4 * (mixer + mlp + rms) + 3 * 32)
+    composed = training_memory_bytes(with_features(v0, attention="composed"), "cuda")
+    assert composed.activations == 512 * 4 * (4 * (mixer + mlp + rms) + 3 * 32)
+
+
+def test_flash_attention_keeps_a_number_a_query_and_head_and_no_scores(v0):
+    long = dataclasses.replace(v0, train=dataclasses.replace(v0.train, seq_len=1024))
+    flash, composed = (
+        training_memory_bytes(with_features(long, attention=name), "cuda")
+        for name in ("flash", "composed")
+    )
+    tokens, layers, heads = 8 * 1024, 4, v0.model.num_attention_heads
+    assert flash.activations - composed.activations == tokens * layers * heads * 4
+    assert flash.backward < composed.backward
+    assert training_memory_bytes(long, "cuda") == flash
 
 
 def test_the_loss_and_backward_are_not_held_at_once_but_a_pool_mixes_them(v0):
@@ -137,7 +150,8 @@ HELD = [("v4", 128, 256, 22.2), ("v9", 32, 1024, 39.1), ("v12", 16, 1024, 46.1)]
 
 @pytest.mark.parametrize(("model", "batch", "seq", "gib"), HELD)
 def test_a_step_is_estimated_within_a_tenth_of_what_an_h200_held(model, batch, seq, gib):
-    run = with_features(load_run(compose([f"run={model}"])), remat="none", precision="bf16")
+    composed = {"attention": "composed", "remat": "none", "precision": "bf16"}
+    run = with_features(load_run(compose([f"run={model}"])), **composed)
     sizes = {"batch_size": batch, "seq_len": seq, "accumulation": 1}
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, **sizes))
     assert training_memory_bytes(run, "cuda").total == pytest.approx(gib * 2**30, rel=0.1)
@@ -145,7 +159,7 @@ def test_a_step_is_estimated_within_a_tenth_of_what_an_h200_held(model, batch, s
 
 # Peak of three steps on an H200: bytes that the pools held, with 0.86 GB of initialization.
 def test_v8_with_recomputation_is_estimated_within_a_tenth_of_what_an_h200_held():
-    v8 = with_features(load_run(compose(["run=v8"])), remat="block")
+    v8 = with_features(load_run(compose(["run=v8"])), remat="block", attention="composed")
     held = 12.14 * 2**30 - 0.865e9
     assert training_memory_bytes(v8, "cuda").total == pytest.approx(held, rel=0.1)
 

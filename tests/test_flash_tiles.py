@@ -1,9 +1,10 @@
-"""Flash attention's tiling, in NumPy, equals attention: ragged lengths, groups, documents, caches."""
+"""Flash attention's tiling, in NumPy, equals attention: ragged, grouped, in documents, cached."""
 
 import flash_tiles
 import numpy as np
 import pytest
 
+from xtrain.config.rules import FLASH_HEAD_DIMS
 from xtrain.cuda.kernels import flash_attention
 from xtrain.cuda.kernels.flash_attention_backward import variant
 from xtrain.engine.dtype import bfloat16
@@ -49,7 +50,7 @@ def truth(q, k, v, starts, offsets, dy=None):
 
 def log_sum_exp(q, k, starts, offsets):
     """lse in float64, (B, H, T): y of values that are one, before it is divided by the sum."""
-    B, H, T, Dh = q.shape
+    _, H, T, Dh = q.shape
     k = np.repeat(k, H // k.shape[1], axis=1).astype(np.float64)
     score = q.astype(np.float64) @ k.swapaxes(-1, -2) / np.sqrt(Dh)
     position = np.arange(T)[None, :] + (0 if offsets is None else offsets[:, None])
@@ -135,4 +136,12 @@ def test_a_mask_that_is_off_by_one_at_a_tiles_edge_is_seen(monkeypatch):
     monkeypatch.setattr(flash_tiles, "sight_of", wrong)
     q, k, v, _ = draw((1, 1, 1, 193, 193, 32))
     with pytest.raises(AssertionError):
-        check_forward(q, k, v, None, None, flash_attention.geometry(32)._replace(PART=1, KEY_TILE=1))
+        check_forward(
+            q, k, v, None, None, flash_attention.geometry(32)._replace(PART=1, KEY_TILE=1)
+        )
+
+
+def test_the_configuration_takes_the_head_dims_that_have_kernels():
+    queries = {n: np.zeros((1, 1, 1, n), np.float32) for n in range(2, 161, 2)}
+    served = [n for n, q in queries.items() if flash_attention.serves(q, None)]
+    assert served == list(FLASH_HEAD_DIMS)

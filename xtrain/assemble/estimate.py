@@ -214,14 +214,17 @@ def _block_bytes(run: RunConfig, features: Features, device_class: str) -> tuple
     config, size = run.model, 2 if features.precision == "bf16" else 4
     D, F, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    # The CPU keeps the probabilities. A GPU makes them again, unless one block of queries is all.
-    keeps = device_class == "cpu" or run.train.seq_len <= LEAST_QUERIES
+    # The CPU keeps the probabilities. A GPU makes them again, unless one block of queries is all;
+    # flash attention never has them and keeps the logarithm of their sum, fp32.
+    flash = features.attention == "flash"
+    keeps = not flash and (device_class == "cpu" or run.train.seq_len <= LEAST_QUERIES)
     scores = heads * run.train.seq_len if keeps else 0
     both = 2 * D  # sum and normed sum; the half's result goes into the next sum and is let go
     norms = 4 * (heads + config.num_key_value_heads if features.qk_norm else 0)  # 1 / rms, fp32
     # qkv; q, k, v after norm and RoPE; attention's output. Gate, up and their product.
     mixer = both + (q + 2 * kv) + (q + 2 * kv) + q + scores
-    return size * mixer + norms + 4, size * (both + 3 * F) + 4
+    sums = 4 * heads if flash else 0
+    return size * mixer + norms + sums + 4, size * (both + 3 * F) + 4
 
 
 def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> int:
@@ -234,9 +237,13 @@ def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> in
     queries = run.train.seq_len
     if device_class == "cuda":
         queries = min(queries, max(LEAST_QUERIES, queries // QUERY_BLOCKS))
-    # dy, q, dy and dq by query; dk and dv, fp32 if summed over blocks; p and dp (fp32) of a block.
-    sums = 4 if queries < run.train.seq_len else size
-    attention = size * 4 * q + sums * 2 * kv + (4 + size) * heads * queries
+    if features.attention == "flash":
+        # dy and dq; dk and dv; two fp32 terms a query and head.
+        attention = size * 2 * (q + kv) + 8 * heads
+    else:
+        # dy, q, dy and dq by query; dk and dv, fp32 if summed over blocks; p and dp (fp32).
+        sums = 4 if queries < run.train.seq_len else size
+        attention = size * 4 * q + sums * 2 * kv + (4 + size) * heads * queries
     swiglu = size * 3 * F  # dy, dgate and dup
     return again + size * D + max(attention, swiglu)
 

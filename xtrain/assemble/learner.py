@@ -18,6 +18,7 @@ from xtrain.train.step import TrainingStep
 VARIANTS = {
     ("gemm", "tiled"): ("linear", "matmul"),
     ("optimizer", "host"): ("adamw", "global_norm"),
+    ("attention", "flash"): ("attention",),
 }
 
 

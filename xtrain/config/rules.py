@@ -102,7 +102,7 @@ DEVICE_BEST = {
         capture=True,
         precision="bf16",
         remat="none",
-        attention="composed",
+        attention="flash",
     ),
 }
 # On a CPU every op has finished when it returns, so op_sync=false is what it cannot do.
@@ -114,8 +114,7 @@ CUDA_ONLY = {
     "precision": "bf16",
     "attention": "flash",
 }
-# Declared, because runs and phases name them, but not built on any device yet.
-NOT_BUILT = {"attention": "flash"}
+FLASH_HEAD_DIMS = range(16, 129, 16)  # of its kernels
 
 
 def check_run(run: RunConfig) -> None:
@@ -170,7 +169,7 @@ def check_features(run: RunConfig, device_class: str) -> None:
         needed = " or ".join(run.phase.device_classes)
         raise UsageError(f"phase={run.phase.name} needs device={needed}, this is {device_class}")
     if device_class == "cuda":
-        _check_built(run.features)
+        _check_flash(run)
         return
     for key, value in CUDA_ONLY.items():
         if getattr(run.features, key) == value:
@@ -181,22 +180,25 @@ def check_features(run: RunConfig, device_class: str) -> None:
             )
 
 
-def _check_built(features: Features) -> None:
-    for key, value in NOT_BUILT.items():
-        if getattr(features, key) == value:
-            instead = _written(getattr(DEVICE_BEST["cuda"], key))
-            raise UsageError(
-                f"features.{key}={_written(value)} is not built yet; "
-                f"say features.{key}={instead} or null"
-            )
+def _check_flash(run: RunConfig) -> None:
+    head_dim = run.model.head_dim
+    if run.features.attention == "flash" and head_dim not in FLASH_HEAD_DIMS:
+        raise UsageError(
+            f"features.attention=flash needs model.head_dim a multiple of {FLASH_HEAD_DIMS.step} "
+            f"up to {FLASH_HEAD_DIMS[-1]}, this is {head_dim}; say features.attention=composed"
+        )
 
 
 def resolve_features(run: RunConfig, device_class: str) -> Features:
-    """The features with every None replaced by the device's best.
+    """The features with every None replaced by the device's best for the run's model.
 
     Raises UsageError as check_features does.
     """
     check_features(run, device_class)
+    if run.features.attention is None and run.model.head_dim not in FLASH_HEAD_DIMS:
+        run = dataclasses.replace(
+            run, features=dataclasses.replace(run.features, attention="composed")
+        )
     return best_features(run.features, device_class)
 
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from xtrain.cuda.compile import nvrtc
 from xtrain.cuda.kernels import attention as composed
+from xtrain.cuda.kernels.flash_attention_backward import MOST_HEAD_DIM, layout, with_dense_rows
+from xtrain.cuda.kernels.flash_attention_backward import backward as gradients
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.ops.attention import attention
 
-STRIDES = np.dtype([("batch", np.int64), ("head", np.int32), ("token", np.int32)])
-MOST_HEAD_DIM = 128
 LEAST_CACHED = 16
 
 
@@ -60,7 +60,7 @@ def geometry(head_dim: int) -> Geometry:
 PLAIN = {"WARPS": 4, "ROWS": 4}  # of the fp32 kernel: warps of a block, queries of a warp
 
 
-def serves(q, k, offsets) -> bool:
+def serves(q, offsets) -> bool:
     """Whether the kernels take these inputs."""
     head_dim = q.shape[3]
     return (
@@ -73,11 +73,23 @@ def serves(q, k, offsets) -> bool:
 
 def forward(xp, q, k, v, starts, offsets):
     """See `xtrain.engine.ops.attention`."""
-    if not serves(q, k, offsets):
+    if not serves(q, offsets):
         y, saved = composed.forward(xp, q, k, v, starts, offsets)
         return y, (None, saved)
     y, lse = attend(xp, q, k, v, starts, offsets)
     return y, ((q, k, v, y, lse, starts), offsets)
+
+
+def backward(xp, dy, saved):
+    """See `xtrain.engine.ops.attention`."""
+    kept, rest = saved
+    if kept is None:
+        return composed.backward(xp, dy, rest)
+    q, k, v, y, lse, starts = kept
+    if rest is not None or q.shape[2] != k.shape[2]:
+        again = composed.forward(xp, q, k, v, starts, rest)[1]
+        return composed.backward(xp, dy, again)
+    return *gradients(xp, q, k, v, y, lse, dy, starts), None, None
 
 
 def attend(xp, q, k, v, starts, offsets):
@@ -118,13 +130,4 @@ def defines(macros: dict, head_dim: int) -> tuple[str, ...]:
     return (f"HEAD_DIM={head_dim}", *(f"{name}={value}" for name, value in macros.items()))
 
 
-def with_dense_rows(xp, x):
-    """x, copied unless each row is contiguous and starts at a multiple of 16 bytes."""
-    aligned = x.data.ptr % 16 == 0 and not any(stride % 16 for stride in x.strides[:3])
-    return x if aligned and x.strides[3] == x.itemsize else xp.array(x, order="C")
-
-
-def layout(x) -> np.ndarray:
-    """Strides in elements, as the sources' struct Strides: one value, so CuPy passes it whole."""
-    batch, head, token = (stride // x.itemsize for stride in x.strides[:3])
-    return np.array([(batch, head, token)], STRIDES)
+attention.fuse("cuda", forward, backward, variant="flash", simulated=False)

@@ -71,8 +71,8 @@ def backward(xp, q, k, v, y, lse, dy, starts):
     if k.shape[2] != T:
         raise ValueError(f"flash attention: {T} queries, {k.shape[2]} keys")
     chosen = variant(q.dtype, Dh, _is_hopper())
-    k, v, y, dy = (_with_dense_rows(xp, x) for x in (k, v, y, dy))
-    q = _with_dense_rows(xp, q)
+    k, v, y, dy = (with_dense_rows(xp, x) for x in (k, v, y, dy))
+    q = with_dense_rows(xp, q)
     lse = xp.ascontiguousarray(lse)
     starts = None if starts is None else xp.ascontiguousarray(starts)
     dq, dk, dv = xp.empty_like(q), xp.empty_like(k), xp.empty_like(v)
@@ -81,23 +81,23 @@ def backward(xp, q, k, v, y, lse, dy, starts):
     if chosen.hopper:
         columns = min(Dh, ROWS_OF_A_BOX)
         inputs = [tensor_map.boxes(x, ROWS_OF_A_BOX, columns) for x in (q, k, v, dy)]
-        to_queries, to_keys = [*inputs, y, dy, _layout(y), _layout(dy)], inputs
+        to_queries, to_keys = [*inputs, y, dy, layout(y), layout(dy)], inputs
     else:
-        to_queries = [q, k, v, y, dy, *(_layout(x) for x in (q, k, v, y, dy))]
-        to_keys = [q, k, v, dy, *(_layout(x) for x in (q, k, v, dy))]
+        to_queries = [q, k, v, y, dy, *(layout(x) for x in (q, k, v, y, dy))]
+        to_keys = [q, k, v, dy, *(layout(x) for x in (q, k, v, dy))]
     sizes = [np.int32(n) for n in (H, Hk, T, padded)] + [np.float32(1 / math.sqrt(Dh))]
     blocks = -(-T // chosen.rows)
     _kernel(chosen, "queries", Dh, chosen.query_bytes)(
         (blocks, H, B),
         (chosen.threads,),
-        (*to_queries, lse, starts, dq, _layout(dq), offsets, deltas, *sizes),
+        (*to_queries, lse, starts, dq, layout(dq), offsets, deltas, *sizes),
         shared_mem=chosen.query_bytes,
     )
     key_bytes = chosen.key_bytes + (0 if starts is None else 8 * -(-T // chosen.tile))
     _kernel(chosen, "keys", Dh, key_bytes)(
         (blocks, Hk, B),
         (chosen.threads,),
-        (*to_keys, offsets, deltas, starts, dk, dv, _layout(dk), _layout(dv), *sizes),
+        (*to_keys, offsets, deltas, starts, dk, dv, layout(dk), layout(dv), *sizes),
         shared_mem=key_bytes,
     )
     return dq, dk, dv
@@ -122,13 +122,13 @@ def _is_hopper() -> bool:
     return cupy.cuda.Device().compute_capability == "90"
 
 
-def _with_dense_rows(xp, x):
+def with_dense_rows(xp, x):
     """x, copied unless its rows are dense and all start at multiples of 16 bytes."""
     dense = x.strides[3] == x.itemsize and x.data.ptr % 16 == 0
     return x if dense and not any(s % 16 for s in x.strides[:3]) else x.copy()
 
 
-def _layout(x) -> np.ndarray:
+def layout(x) -> np.ndarray:
     """Strides in elements, as the kernels' struct Layout."""
     batch, head, token = (stride // x.itemsize for stride in x.strides[:3])
     if max(x.shape[1] * head, x.shape[2] * token) >= 2**31:
