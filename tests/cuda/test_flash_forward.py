@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from parity import bits, error_ratio, gpu
+from parity import bits, gpu
 
 from xtrain.cuda.compile import nvrtc
 from xtrain.cuda.kernels import flash_attention as flash
@@ -13,6 +13,7 @@ from xtrain.engine import device as devices
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.op import Sample, Spec, normal
 from xtrain.engine.ops.attention import attention
+from xtrain.engine.testing import kernel_error_ratio
 
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None or importlib.util.find_spec("nvidia") is None,
@@ -98,7 +99,7 @@ def backend():
 @pytest.mark.parametrize("dtype", [bfloat16, float32])
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_flash_attention_equals_float64_both_ways(backend, sample, dtype):
-    assert error_ratio(backend, attention, sample, "cuda:flash", dtype) <= 1
+    assert kernel_error_ratio(attention, sample, "cuda:flash", dtype) <= 1
 
 
 @pytest.mark.cuda
