@@ -6,6 +6,7 @@ from datetime import date
 
 import pytest
 
+from gates.judging.gate import Failed, NotMeasured
 from gates.judging.judge import judge
 from gates.judging.ledger import Ledger
 from gates.judging.measure import Standing
@@ -119,6 +120,14 @@ def test_a_run_that_misses_its_bar_is_refused_with_the_reason(tmp_path, margin):
     assert not promotion.promoted and promotion.reasons[0].startswith("margin: FAIL")
     assert last_entry(tmp_path)["verdict"] == "FAIL"
     assert last_entry(tmp_path)["reasons"] == list(promotion.reasons)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"), [(NotMeasured("no set"), "NOT MEASURED"), (Failed("OSError"), "ERROR")]
+)
+def test_a_check_of_the_run_that_has_no_value_refuses(tmp_path, value, verdict):
+    promotion = decide(tmp_path, value)
+    assert not promotion.promoted and promotion.reasons[0].startswith(f"margin: {verdict}")
 
 
 @pytest.mark.parametrize("verdict", ["FAIL", "ERROR", "STALE", "NOT MEASURED"])
