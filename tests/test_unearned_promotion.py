@@ -21,7 +21,7 @@ from xtrain.config.bars import (
 )
 from xtrain.config.compose import compose, load_run
 from xtrain.config.files import choices, conf_dir, package_conf_dir
-from xtrain.data.dataset import data_fingerprint
+from xtrain.data.dataset import DataConfig, data_fingerprint, prepare
 from xtrain.errors import UsageError
 from xtrain.track.mlflow_store import open_store
 from xtrain.track.store_address import store_uri
@@ -197,6 +197,16 @@ def test_a_run_directory_that_says_another_config_than_the_checkpoint_is_found(t
     file.write_text(file.read_text().replace("lr: 0.01", "lr: 0.02"))
     found = measure_run(path, "cpu", tiny / "outputs")["changed_terms"]
     assert (found, found.why) == (1, "the checkpoint's config")
+
+
+def test_prepared_shards_that_are_not_those_of_their_manifest_are_refused(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    cfg = DataConfig("letters", "text", str(tmp_path / "text.txt"))
+    found = prepare(cfg, cache_dir=tmp_path / "cache")
+    manifest = found.train_path.parent / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(found.heldout.sha256, found.train.sha256))
+    with pytest.raises(UsageError, match="not of these shards"):
+        prepare(cfg, cache_dir=tmp_path / "cache")
 
 
 # the ledger decides, each time
