@@ -16,7 +16,6 @@ from dataclasses import replace
 from unittest import mock
 
 from gates.instruments import whole_run
-from gates.instruments.peak import peak_bytes
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Explained, Gate, NotMeasured
 from xtrain.assemble import estimate
@@ -62,12 +61,12 @@ def peaks(device: str) -> dict[str, float | NotMeasured]:
     for run in different_steps([on(device, official(name)) for name in MEASURED]):
         said = estimate.training_memory_bytes(run, device).total
         here.restart_peak()
-        free = here.xp.cuda.runtime.memGetInfo()[0]
+        free = here.free_bytes()
         if said > free:
             left_out.append(run.name)
             print(f"{run.name}: {said / 1e9:.2f} GB do not fit {free / 1e9:.2f}", file=sys.stderr)
             continue
-        held = peak_bytes(here, lambda run=run: _stepped(run))
+        held = here.peak_of(lambda run=run: _stepped(run))
         off = said / held - 1
         shown = f"{run.name}: estimated {said / 1e9:.2f} GB, held {held / 1e9:.2f} GB ({off:+.1%})"
         print(shown, file=sys.stderr)

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from gates.instruments import paired, tiny_run
-from gates.instruments.peak import differing_bits
+from gates.instruments.bits import differing_bits
 from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.assemble.sized_step import SizedStep, Work
 from xtrain.config.schema import Features

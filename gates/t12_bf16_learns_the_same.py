@@ -19,7 +19,6 @@ from unittest import mock
 import numpy as np
 
 from gates.instruments import paired, tiny_run
-from gates.instruments.peak import peak_bytes
 from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.assemble.learner import build, eval_windows, measure, training_step, training_windows
 from xtrain.assemble.sized_step import Work
@@ -142,7 +141,7 @@ def memory(device: str) -> dict[str, float]:
     if device != "cuda":
         return {}
     here = devices.use(device)
-    peaks = {p: peak_bytes(here, lambda p=p: _called_thrice(here, p)) for p in PRECISIONS}
+    peaks = {p: here.peak_of(lambda p=p: _called_thrice(here, p)) for p in PRECISIONS}
     return {"bf16_memory_ratio": peaks["bf16"] / peaks["fp32"]}
 
 

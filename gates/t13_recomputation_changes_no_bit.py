@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 from gates.instruments import paired, tiny_run
-from gates.instruments.peak import differing_bits, peak_bytes
+from gates.instruments.bits import differing_bits
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.assemble.learner import build
@@ -69,7 +69,7 @@ def memory(device: str) -> dict[str, float]:
     peaks = {}
     for mode in ("none", "block"):
         run = _deep(device, mode)
-        peaks[mode] = peak_bytes(devices.use(device), lambda run=run: _stepped(run, drawn=False))
+        peaks[mode] = devices.use(device).peak_of(lambda run=run: _stepped(run, drawn=False))
     return {"remat_memory_ratio": peaks["block"] / peaks["none"]}
 
 

@@ -14,9 +14,9 @@ from unittest import mock
 
 import numpy as np
 
+from gates.instruments.bits import differing_bits
 from gates.instruments.golden.compare import can_ask, closed_loop, golden_greedy, golden_values
 from gates.instruments.golden.reference import MODELS
-from gates.instruments.peak import differing_bits
 from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.engine import device as devices
 from xtrain.engine import ops

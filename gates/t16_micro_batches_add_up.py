@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from gates.instruments import tiny_run
-from gates.instruments.peak import differing_bits, peak_bytes
+from gates.instruments.bits import differing_bits
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Gate
 from xtrain.assemble.learner import build
@@ -132,7 +132,7 @@ def _sized(device: str) -> RunConfig:
 def _peak(run: RunConfig) -> int:
     """Bytes that a step takes beside the weights, gradients and moments."""
     learner = build(run)
-    return peak_bytes(learner.device, lambda: three_steps(run, learner))
+    return learner.device.peak_of(lambda: three_steps(run, learner))
 
 
 def _relative(value, truth) -> float:

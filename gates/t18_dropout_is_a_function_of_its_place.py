@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from gates.instruments import tiny_run
-from gates.instruments.peak import differing_bits
+from gates.instruments.bits import differing_bits
 from gates.judging.gate import Defect, Gate
 from xtrain.engine import device as devices
 from xtrain.engine import ops, rng

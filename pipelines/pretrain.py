@@ -3,8 +3,6 @@
 This is the stage behind `phase=pretrain` and the T phases: next-token training on packed windows.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,6 @@ from xtrain.config.identity import config_fingerprint
 from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import Prepared
 from xtrain.data.tokenizers.imported import load_tokenizer
-from xtrain.engine.device import Device
 from xtrain.errors import Interrupted
 from xtrain.infer.generate import generate
 from xtrain.track.run_dir import RunDir, read_metrics, value_of
@@ -41,7 +38,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
     with Progress(run.train.total_steps, start) as progress:
 
         def log(number: int, values: dict) -> None:
-            out.log(number, values | {"memory_bytes": peak_memory_bytes(learner.device)})
+            out.log(number, values | {"memory_bytes": learner.device.memory().peak_bytes})
             progress.show(number, values)
             trained[0] = (number - start) * run.train.tokens_per_step
 
@@ -175,11 +172,3 @@ def sample(run: RunConfig, learner: Learner) -> list[tuple[str, str]]:
         stop_id=tokenizer.eot,
     )
     return [(p, tokenizer.decode(row)) for p, row in zip(prompts, ids, strict=True)]
-
-
-def peak_memory_bytes(device: Device) -> int:
-    """The most memory that was held at once: on a GPU by its pools, else by this process."""
-    if device.name == "cuda":
-        return device.memory().peak_bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipelines import pretrain
 from pipelines.__main__ import main
 from pipelines.run import resolve, saying_what_would_fit
 from xtrain.assemble import learner
@@ -75,8 +75,26 @@ def test_a_run_whose_memory_was_full_is_failed_and_goes_on_later(tmp_path, monke
     assert f"resuming from checkpoint {kept}" in capsys.readouterr().err
 
 
-def test_memory_of_a_cpu_is_that_of_the_process():
-    assert pretrain.peak_memory_bytes(device.use("cpu")) > 1 << 20
+def test_memory_of_a_cpu_is_that_of_the_process_and_its_peak_stays():
+    here = device.use("cpu")
+    before = here.memory()
+    held = np.ones(1 << 25)
+    during = here.memory()
+    del held
+    assert before.reserved_bytes > 1 << 20
+    assert during.reserved_bytes - before.reserved_bytes > 1 << 27
+    after = here.memory()  # Linux counts pages in batches, so no figure is exact
+    assert during.reserved_bytes - after.reserved_bytes > 1 << 27
+    assert after.peak_bytes - after.reserved_bytes > 1 << 27
+
+
+def test_the_peak_of_an_action_on_a_cpu_is_what_it_held_at_its_fullest():
+    def twice():
+        np.ones(1 << 20)
+        np.ones(1 << 21)
+
+    found = device.use("cpu").peak_of(twice)
+    assert 8 << 21 <= found < (8 << 21) + (1 << 16)
 
 
 def test_facts_of_a_gpu_are_asked_for_only_there():

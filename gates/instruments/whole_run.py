@@ -45,9 +45,9 @@ TEXT = "The people of the county sent letters to the Senate about roads and harb
 COMMAND = (
     "import sys",
     "from pipelines.__main__ import main",
-    "from gates.instruments.peak import process_peak_bytes",
+    "from xtrain.engine import device",
     "code = main(sys.argv[1:])",
-    "print(process_peak_bytes())",
+    "print(device.current().memory().peak_bytes)",
     "raise SystemExit(code)",
 )
 

@@ -40,7 +40,7 @@ def test_attention_in_blocks_of_queries_equals_float64(device, sample, dtype):
 def test_the_loss_in_chunks_of_rows_equals_float64(device, dtype, monkeypatch):
     from xtrain.cuda.kernels import linear_cross_entropy as loss
 
-    monkeypatch.setattr(loss, "LOGIT_BYTES", 256 * 4 * 1024)
+    monkeypatch.setattr(loss, "LOSS_BYTES", 256 * 4 * 1024)
     assert kernel_error_ratio(ops.linear_cross_entropy, CHUNKS, "cuda", dtype) <= 1
 
 

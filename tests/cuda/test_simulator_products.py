@@ -25,5 +25,5 @@ LOSSES = [(op, s) for op in (ops.linear_cross_entropy, ops.token_logprob) for s 
 
 @pytest.mark.parametrize("op, sample", LOSSES, ids=[f"{op.name}-{s.name}" for op, s in LOSSES])
 def test_the_loss_equals_float64_in_chunks_of_rows(op, sample, monkeypatch):
-    monkeypatch.setattr(loss, "LOGIT_BYTES", 16 * 4 * 320)
+    monkeypatch.setattr(loss, "LOSS_BYTES", 16 * 4 * 320)
     assert kernel_error_ratio(op, sample, "cuda", float32) <= 1

@@ -17,19 +17,17 @@ from dataclasses import dataclass, replace
 
 from xtrain.config.rules import check_features, resolve_features
 from xtrain.config.schema import Features, RunConfig
+from xtrain.engine.chunks import LEAST_QUERIES, LOSS_BYTES, LOSS_TOKENS, QUERY_BLOCKS
+from xtrain.engine.params import padded_rows
 from xtrain.errors import UsageError
 from xtrain.models.config import Qwen3Config
 from xtrain.models.counts import count_parameters, flops_per_token
 from xtrain.models.tensor_file import PIECE_BYTES
 
-VOCAB_MULTIPLE = 64  # the vocabulary in memory is the next multiple: 50257 -> 50304
-# What exists at once in the chunked loss: tokens on a CPU, bytes of logits on a GPU.
-LOSS_TOKENS, LOSS_BYTES = 128, 1 << 30
-QUERY_BLOCKS, LEAST_QUERIES = 4, 128  # of composed attention on a GPU
-# Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
-# where no rate was measured, FLOP a second.
 # What a process holds on a CPU besides its arrays: Python, Numba's compiled kernels, MLflow, plots.
 PROCESS_BYTES = 450_000_000
+# Half of what one H200 does in large products, and a few CPU cores: for an estimate of the time
+# where no rate was measured, FLOP a second.
 ASSUMED_FLOPS = {("cuda", "bf16"): 400e12, ("cuda", "fp32"): 25e12, ("cpu", "fp32"): 50e9}
 
 
@@ -140,7 +138,7 @@ def what_would_fit(run: RunConfig, device_class: str, total_bytes: int) -> str:
 
 def padded_vocab(config: Qwen3Config) -> int:
     """Rows of the embedding and the head in memory."""
-    return -(-config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return padded_rows(config.vocab_size)
 
 
 def describe(run: RunConfig, device_class: str | None = None, tok_s: float | None = None) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numba
 
-from xtrain.engine import ops, scalar
+from xtrain.engine import chunks, ops, scalar
 
 
 def _load_kernels() -> None:
@@ -25,7 +25,8 @@ def _load_kernels() -> None:
     here = Path(__file__).parent
     before = numba.config.CACHE_DIR
     if not before and os.access(here, os.W_OK):
-        sources = [*sorted(here.glob("*.py")), Path(scalar.__file__)]
+        compiled_in = [Path(module.__file__) for module in (scalar, chunks)]
+        sources = [*sorted(here.glob("*.py")), *compiled_in]
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
         numba.config.CACHE_DIR = str(here / "__pycache__" / f"numba-{digest[:12]}")
     for module in pkgutil.iter_modules(ops.__path__):

@@ -25,6 +25,7 @@ from numba import njit, prange
 
 from xtrain.cpu.parallel import PRANGE_ONLY
 from xtrain.cpu.tile import LANES, ROWS, add_multiply_tile, exp2_tile, multiply_tile
+from xtrain.engine.chunks import LOSS_TOKENS
 from xtrain.engine.ops.linear_cross_entropy import (
     linear_cross_entropy,
     require_start,
@@ -32,8 +33,8 @@ from xtrain.engine.ops.linear_cross_entropy import (
 )
 from xtrain.engine.tensor import SEED
 
-GROUP = 128  # tokens; larger means less traffic of dweight, smaller a smaller E
-CHUNK = 64  # words whose E is used again while in cache
+GROUP = LOSS_TOKENS  # larger means less traffic of dweight, smaller a smaller E
+CHUNK = 64  # tokens of the vocabulary whose E is used again while in cache
 PARTS = 32  # of the vocabulary, shared by threads
 SLACK = np.float32(24)  # bits that a logit may exceed the shift by before the shift is raised
 LOG2E = np.float32(1.4426950408889634)

@@ -14,7 +14,8 @@ import numpy as np
 
 from xtrain.cuda import memory
 from xtrain.cuda.graph import CapturedStep
-from xtrain.engine.device import Device
+from xtrain.engine.device import Device, MemoryUse
+from xtrain.engine.dtype import float64
 from xtrain.errors import UsageError
 
 STAGES = 4  # pinned buffers of one size: two arrays of a step, two steps in flight
@@ -27,6 +28,7 @@ class CudaDevice(Device):
 
     name = "cuda"
     xp = cupy
+    foreign = frozenset({float64.num})
 
     def __init__(self):
         super().__init__()
@@ -107,9 +109,22 @@ class CudaDevice(Device):
         source = memory.shared_pool() if pooled else memory.unpooled()
         cupy.cuda.set_allocator(source.allocate)
 
-    def memory(self) -> memory.MemoryUse:
+    def memory(self) -> MemoryUse:
         """What was asked of the driver so far, and what is held."""
         return memory.account().use()
+
+    def peak_of(self, action: Callable[[], object]) -> int:
+        """Bytes that the pools held at the fullest moment of `action`, beyond those before it."""
+        self.restart_peak()
+        before = self.memory().reserved_bytes
+        kept = action()
+        self.synchronize()
+        del kept
+        return self.memory().peak_bytes - before
+
+    def free_bytes(self) -> int:
+        """What the driver could still give, to whoever asks first."""
+        return cupy.cuda.runtime.memGetInfo()[0]
 
     def other_processes(self) -> int:
         """How many other processes use the GPU now: no time is worth measuring beside them."""

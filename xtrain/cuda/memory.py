@@ -8,27 +8,15 @@ was captured with, which therefore must never be handed to anybody else.
 import functools
 import sys
 import weakref
-from dataclasses import dataclass
 
 import cupy
 
+from xtrain.engine.device import MemoryUse
 from xtrain.errors import OutOfDeviceMemory
 
 GIB = 2.0**30
 WAITING_BYTES = 1 << 30  # freed by single arrays, before they go back to the driver together
 MEMORY_ALLOCATION_ERROR = 2  # cudaErrorMemoryAllocation
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """allocations: requests to the driver so far.  reserved_bytes: held now, by all pools.
-
-    peak_bytes: the most that was held at once.
-    """
-
-    allocations: int
-    reserved_bytes: int
-    peak_bytes: int
 
 
 class Account:

@@ -8,22 +8,46 @@ engine never imports them at load time.
 import gc
 import importlib
 import importlib.util
+import os
+import resource
+import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from xtrain.engine import debug
+from xtrain.engine.dtype import bfloat16, float64
 from xtrain.errors import UsageError
 
 NAMES = ("auto", "cpu", "cuda")
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """allocations: requests to the driver so far.  reserved_bytes: held now, by all pools.
+
+    peak_bytes: the most that was held at once. On a CPU both are the process's, without requests.
+    """
+
+    allocations: int
+    reserved_bytes: int
+    peak_bytes: int
+
+
 class Device:
-    """The CPU. A subclass in `xtrain.cuda` overrides what differs on a GPU."""
+    """The CPU. A subclass in `xtrain.cuda` overrides what differs on a GPU.
+
+    foreign: numbers of the dtypes that its kernels do not take. float64 exists only to check
+    gradients; Numba's CPU compiler has no bf16.
+    """
 
     name = "cpu"
     xp = np
+    foreign = frozenset({float64.num, bfloat16.num})
 
     def __init__(self) -> None:
         # Per-op implementation choices that are not the default, e.g. {"linear": "tiled"}.
@@ -55,6 +79,31 @@ class Device:
         """Copy a device array to the host; the only sanctioned read."""
         return np.asarray(array)
 
+    def memory(self) -> MemoryUse:
+        """What is held now and what was held at most."""
+        return _process_memory()
+
+    def peak_of(self, action: Callable[[], object]) -> int:
+        """Bytes held at the fullest moment of `action`, beyond what was held before it.
+
+        On a CPU what NumPy and Python allocated; slow, because each allocation is followed.
+        """
+        self.release_unused()
+        tracemalloc.start()
+        try:
+            action()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def free_bytes(self) -> int:
+        """Memory that nothing holds and no file is cached in."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def restart_peak(self) -> None:
+        """Give unused memory back; the peak of a process is counted from its start all the same."""
+        self.release_unused()
+
     def other_processes(self) -> int:
         """How many other processes use the device as theirs alone; nobody does so with a CPU."""
         return 0
@@ -76,6 +125,18 @@ class Device:
 
 
 _local = threading.local()
+
+
+def _process_memory() -> MemoryUse:
+    """Of this process. Not `ru_maxrss` on Linux: a child begins there with what its parent held."""
+    if sys.platform != "linux":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = peak if sys.platform == "darwin" else 1024 * peak
+        return MemoryUse(0, peak, peak)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
+    held, peak = (1024 * int(kilobytes[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return MemoryUse(0, held, peak)
 
 
 def resolve(name: str) -> str:

@@ -26,12 +26,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xtrain.engine import device
-from xtrain.engine.dtype import FLOATS, bfloat16, float64
+from xtrain.engine.dtype import FLOATS
 from xtrain.engine.tensor import SEED, Node, Tensor, is_recording
 
 OPS: dict[str, "Op"] = {}
-# Numbers of the dtypes that a device's kernels do not take.
-FOREIGN = {"cpu": {float64.num, bfloat16.num}, "cuda": {float64.num}}
 
 
 @dataclass(frozen=True)
@@ -148,15 +146,13 @@ class Op:
     def implementation(self, arrays: tuple) -> Implementation:
         """The implementation that runs for these arrays on the current device.
 
-        Kernels take fp32, and bf16 too on a GPU: Numba's CPU compiler has no bf16. float64 exists
-        only to check gradients. The reference takes all of them.
+        The reference where an array has a dtype that the device's kernels do not take.
         """
         here = device.current()
         if here.reference_only:
             return self.reference
-        foreign = FOREIGN[here.name]
         for array in arrays:
-            if array is not None and array.dtype.num in foreign and array.ndim > 0:
+            if array is not None and array.dtype.num in here.foreign and array.ndim > 0:
                 return self.reference
         variant = here.variants.get(self.name)
         if variant is not None:

@@ -1,7 +1,7 @@
 """The layers of a decoder that hold parameters: Linear, Embedding, RMSNorm."""
 
 from xtrain.engine import ops
-from xtrain.engine.params import ALIGNMENT, Parameter, Part
+from xtrain.engine.params import Parameter, Part, padded_rows
 from xtrain.engine.tensor import Tensor
 from xtrain.nn.module import Module
 
@@ -30,7 +30,7 @@ class Embedding(Module):
     """
 
     def __init__(self, vocab_size: int, features: int, *, std: float):
-        padded = -(-vocab_size // ALIGNMENT) * ALIGNMENT
+        padded = padded_rows(vocab_size)
         self.weight = Parameter((padded, features), std=std, decay=True, rows=vocab_size)
 
     def __call__(self, ids) -> Tensor:

@@ -11,16 +11,16 @@ from numba import cuda
 from numba.types import float32
 
 from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
-from xtrain.cuda.parts.formula import divide, fp32, multiply, root, subtract
+from xtrain.cuda.parts.formula import divide, fp32, multiply, sqrt, subtract
 from xtrain.cuda.parts.words import access, are_aligned
 from xtrain.engine import scalar
 from xtrain.engine.dtype import bfloat16
 from xtrain.engine.ops.adamw import adamw
 
 THREADS = 256
-moment1 = fp32(scalar.adamw_moment1, fused=False)
-moment2 = fp32(scalar.adamw_moment2, fused=False)
-weight = fp32(scalar.adamw_weight, fused=False)
+moment1 = fp32(scalar.adamw_moment1)
+moment2 = fp32(scalar.adamw_moment2)
+weight = fp32(scalar.adamw_weight)
 
 
 @functools.cache
@@ -28,7 +28,10 @@ def update_kernel(aligned: bool, copies: bool) -> Kernel:
     width, load, store = access("float32", aligned)
     store_copy = access(bfloat16, aligned, width).store
 
-    def adamw_update(p, g, m, v, hyper, copy, size, copy_size, decayed, c1, b2, c2, eps, decay):
+    def adamw_update(
+        p, g, m, v, hyper, copy, size, copy_size, decayed,
+        one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay,
+    ):  # fmt: skip
         p4 = cuda.local.array(width, float32)
         g4 = cuda.local.array(width, float32)
         m4 = cuda.local.array(width, float32)
@@ -40,14 +43,15 @@ def update_kernel(aligned: bool, copies: bool) -> Kernel:
             load(g, at, left, g4, 0)
             load(m, at, left, m4, 0)
             load(v, at, left, v4, 0)
-            step = divide(hyper[0], hyper[1])
-            shrink = subtract(float32(1), multiply(hyper[0], decay))
+            lr, bias1, sqrt_bias2, clip = hyper[0], hyper[1], hyper[2], hyper[3]
+            step_size = divide(lr, bias1)
+            shrink = subtract(float32(1), multiply(lr, weight_decay))
             for i in range(width):
-                clipped = multiply(g4[i], hyper[3])
-                m4[i] = moment1(m4[i], clipped, c1)
-                v4[i] = moment2(v4[i], clipped, b2, c2)
+                clipped = multiply(g4[i], clip)
+                m4[i] = moment1(m4[i], clipped, one_minus_beta1)
+                v4[i] = moment2(v4[i], clipped, beta2, one_minus_beta2)
                 keeps = shrink if at + i < decayed else float32(1)
-                p4[i] = weight(p4[i], m4[i], root(v4[i]), keeps, step, hyper[2], eps)
+                p4[i] = weight(p4[i], m4[i], sqrt(v4[i]), keeps, step_size, sqrt_bias2, eps)
             store(p, at, left, p4, 0)
             store(m, at, left, m4, 0)
             store(v, at, left, v4, 0)

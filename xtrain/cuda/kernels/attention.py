@@ -6,7 +6,7 @@
 The queries of a key-value head's group are laid out as rows (query, head of the group), so that one
 strided-batched product over (sequence, key-value head) serves the group, sums the group's gradients
 by itself, and a block of queries is a slice. A block sees only keys up to its last query: with
-BLOCKS blocks (BLOCKS + 1) / (2 BLOCKS) of the T x T products and bytes are left, 0.625 at 4.
+n blocks (n + 1) / (2 n) of the T x T products and bytes are left, 0.625 with QUERY_BLOCKS = 4.
 
 Scores and dp are fp32, p and ds have the operands' dtype. Saved: q, k, v, and p where one block is
 all, which is no longer than LEAST_QUERIES. Keeping every p would save a tenth of the time but hold
@@ -24,11 +24,10 @@ import numpy as np
 
 from xtrain.cuda.gemm import as_operand, gemm_batched
 from xtrain.cuda.kernels.softmax import causal_softmax, causal_softmax_backward
+from xtrain.engine.chunks import LEAST_QUERIES, QUERY_BLOCKS
 from xtrain.engine.dtype import float32
 from xtrain.engine.ops.attention import attention
 
-BLOCKS = 4  # at most; each costs 3 launches forward and 7 backward, and the host a bit of a step
-LEAST_QUERIES = 128  # in a block; smaller products waste the tensor cores
 QUERY_MULTIPLE = 64
 
 
@@ -120,7 +119,7 @@ class _Problem:
 
 @functools.lru_cache(maxsize=1024)  # every layer of an eager step asks the same
 def _blocks(queries: int, keys: int, group: int, least: int) -> tuple[_Block, ...]:
-    size = max(least, -(-queries // BLOCKS))
+    size = max(least, -(-queries // QUERY_BLOCKS))
     size = -(-size // QUERY_MULTIPLE) * QUERY_MULTIPLE
     edges = [*range(0, queries, size), queries]
     found = [

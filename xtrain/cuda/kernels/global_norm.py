@@ -11,7 +11,7 @@ from numba.types import float32, float64
 
 from xtrain.cuda.compile.launch import Kernel, i64, pointer
 from xtrain.cuda.parts.block import row_sum
-from xtrain.cuda.parts.formula import root
+from xtrain.cuda.parts.formula import sqrt
 from xtrain.cuda.parts.words import access, are_aligned
 from xtrain.engine.ops.global_norm import global_norm
 
@@ -51,7 +51,7 @@ def norm_of_partial_sums(partial, norm, blocks):
         total += partial[i]
     total = total_of_block(total, scratch)
     if cuda.threadIdx.x == 0:
-        norm[0] = root(total)
+        norm[0] = sqrt(total)
 
 
 NORM = Kernel(norm_of_partial_sums, THREADS, pointer("float64"), pointer("float64"), i64)

@@ -19,14 +19,13 @@ import numpy as np
 from xtrain.cuda.gemm import as_operand, gemm
 from xtrain.cuda.kernels.cross_entropy import cross_entropy_rows, scaled_loss
 from xtrain.cuda.kernels.linear import as_rows
+from xtrain.engine.chunks import LOSS_BYTES
 from xtrain.engine.ops.linear_cross_entropy import (
     linear_cross_entropy,
     require_start,
     token_logprob,
 )
 from xtrain.engine.tensor import SEED
-
-LOGIT_BYTES = 1 << 30  # at most, of a chunk's logits: 8192 rows of 50304 words in bf16
 
 
 def loss_forward(xp, x, weight, targets, scale, *, vocab_size, dweight_into=None):
@@ -109,8 +108,8 @@ def _logits(xp, rows, weight, dtype):
 
 
 def _chunks(rows, weight, dtype) -> list[slice]:
-    """Slices of rows whose logits stay within LOGIT_BYTES, a power of two of them."""
-    most = max(LOGIT_BYTES // (dtype.itemsize * weight.shape[0]), 1)
+    """Slices of rows whose logits stay within LOSS_BYTES, a power of two of them."""
+    most = max(LOSS_BYTES // (dtype.itemsize * weight.shape[0]), 1)
     size = 1 << (most.bit_length() - 1)
     return [slice(start, start + size) for start in range(0, rows.shape[0], size)]
 

@@ -25,7 +25,7 @@ from numba.types import float32, int64
 from xtrain.cuda.compile import nvrtc
 from xtrain.cuda.compile.launch import SIMULATED, Kernel, device_function, f32, i64, pointer
 from xtrain.cuda.parts.block import WARP, column_scratch, column_sums, row_sum, thread_index
-from xtrain.cuda.parts.formula import cosine, root, sine
+from xtrain.cuda.parts.formula import cos, sin, sqrt
 from xtrain.cuda.parts.partials import weight_gradient
 from xtrain.cuda.parts.words import (
     WORD_BYTES,
@@ -99,15 +99,15 @@ def frequencies(number: int, head_dim: int, theta: float, xp):
 
 @functools.cache
 def angles(shape: HeadShape):
-    """Device function (positions, frequency, first, tokens, cos, sin): the tables of a tile."""
+    """Device function (positions, frequency, first, tokens, cos_of, sin_of): tables of a tile."""
     half, block, size = shape.half, shape.block, shape.tokens * shape.half
 
     @device_function
-    def fill(positions, frequency, first, tokens, cos, sin):
+    def fill(positions, frequency, first, tokens, cos_of, sin_of):
         for i in range(thread_index(), size, block):
             position = float32(positions[min(first + i // half, tokens - 1)])
-            cos[i] = cosine(position * frequency[i % half])
-            sin[i] = sine(position * frequency[i % half])
+            cos_of[i] = cos(position * frequency[i % half])
+            sin_of[i] = sin(position * frequency[i % half])
 
     return fill
 
@@ -166,7 +166,7 @@ def forward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
                             for i in range(both):
                                 square += x[j + i] * x[j + i]
                             mean = total(square, scratch) / float32(2 * half)
-                            scale = float32(1) / root(mean + eps)
+                            scale = float32(1) / sqrt(mean + eps)
                             if first == 0 and exists > 0:
                                 rstd[token * normed + before + head] = scale
                         for i in range(width):

@@ -26,7 +26,7 @@ from xtrain.cuda.parts.block import (
     row_sums,
     row_sums_scratch,
 )
-from xtrain.cuda.parts.formula import root
+from xtrain.cuda.parts.formula import sqrt
 from xtrain.cuda.parts.partials import PARTS, weight_gradient
 from xtrain.cuda.parts.rows import Shape, columns_of, flat_rows, shape_of
 from xtrain.cuda.parts.words import access, rounding
@@ -72,7 +72,7 @@ def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Ke
         square = float32(0)
         for i in range(values):
             square += v[i] * v[i]
-        scale = float32(1) / root(total(square, scratch) / float32(columns) + eps)
+        scale = float32(1) / sqrt(total(square, scratch) / float32(columns) + eps)
         for i in range(values):
             v[i] = v[i] * scale * other[i]
         for w in range(words):

@@ -9,7 +9,7 @@ from numba import cuda
 from numba.types import float32
 
 from xtrain.cuda.compile.launch import Kernel, i64, pointer
-from xtrain.cuda.parts.formula import logistic
+from xtrain.cuda.parts.formula import sigmoid
 from xtrain.cuda.parts.rows import Shape, flat_rows, spread_of
 from xtrain.cuda.parts.words import access
 from xtrain.engine.ops.swiglu import swiglu
@@ -32,7 +32,7 @@ def forward_kernel(dtype, shape: Shape) -> Kernel:
             load(gate_up, 2 * row * columns + at, exists - at, gate, w * width)
             load(gate_up, (2 * row + 1) * columns + at, exists - at, up, w * width)
         for i in range(values):
-            gate[i] = gate[i] * logistic(gate[i]) * up[i]
+            gate[i] = gate[i] * sigmoid(gate[i]) * up[i]
         for w in range(words):
             at = (w * threads + lane) * width
             store(y, row * columns + at, exists - at, gate, w * width)
@@ -59,7 +59,7 @@ def backward_kernel(dtype, shape: Shape) -> Kernel:
             load(gate_up, (2 * row + 1) * columns + at, exists - at, up, w * width)
             load(dy, row * columns + at, exists - at, gradient, w * width)
         for i in range(values):
-            s = logistic(gate[i])
+            s = sigmoid(gate[i])
             scaled = gradient[i] * s
             gradient[i] = scaled * gate[i]
             gate[i] = scaled * up[i] * (float32(1) + gate[i] * (float32(1) - s))

@@ -2,8 +2,8 @@
 
 `fp32(formula)` compiles a plain Python formula of `xtrain.engine.scalar` as a device function.
 Numba would compute `1 + e` in float64, because 1 is an integer, and would fuse a * b + c into one
-rounding; so constants become fp32 and, where bits must equal NumPy's, every operation is made an
-instruction that rounds by itself.
+rounding; so constants become fp32 and every operation an instruction that rounds by itself, as
+NumPy's do.
 """
 
 import ast
@@ -29,20 +29,20 @@ if SIMULATED:
         """Base-2 logarithm, fp32."""
         return np.log2(np.float32(x))
 
-    def root(x):
+    def sqrt(x):
         """The square root, correctly rounded."""
         return np.sqrt(x)
 
-    def logistic(x):
+    def sigmoid(x):
         """1 / (1 + exp(-x)), fp32."""
         with np.errstate(over="ignore"):
             return np.float32(1) / (np.float32(1) + np.exp(np.float32(-x)))
 
-    def cosine(x):
+    def cos(x):
         """cos x, fp32."""
         return np.cos(x)
 
-    def sine(x):
+    def sin(x):
         """sin x, fp32."""
         return np.sin(x)
 
@@ -72,22 +72,22 @@ else:
         return libdevice.log2f(x)
 
     @device_function
-    def root(x):
+    def sqrt(x):
         """The square root, correctly rounded."""
         return math.sqrt(x)
 
     @device_function
-    def logistic(x):
+    def sigmoid(x):
         """1 / (1 + exp(-x)), fp32, error 2**-22; exp may overflow to infinity, which gives 0."""
         return libdevice.fast_fdividef(float32(1), float32(1) + math.exp(-x))
 
     @device_function
-    def cosine(x):
+    def cos(x):
         """cos x, fp32, accurate for every x."""
         return math.cos(x)
 
     @device_function
-    def sine(x):
+    def sin(x):
         """sin x, fp32, accurate for every x."""
         return math.sin(x)
 
@@ -107,11 +107,11 @@ else:
         return libdevice.fdiv_rn(a, b)
 
 
-def fp32(formula: Callable, *, fused: bool = True) -> Callable:
-    """A formula as a device function of fp32; `fused=False` rounds after every operation."""
+def fp32(formula: Callable) -> Callable:
+    """A formula as a device function of fp32 that rounds after every operation."""
     if SIMULATED:
         return formula  # NumPy scalars round after every operation
-    tree = _Rewrite(fused).visit(ast.parse(inspect.getsource(formula)))
+    tree = _Rewrite().visit(ast.parse(inspect.getsource(formula)))
     names = {**formula.__globals__, "float32": float32, "libdevice": libdevice}
     code = compile(ast.fix_missing_locations(tree), inspect.getfile(formula), "exec")
     exec(code, names)
@@ -126,9 +126,6 @@ class _Rewrite(ast.NodeTransformer):
         ast.Div: "fdiv_rn",
     }
 
-    def __init__(self, fused: bool):
-        self.fused = fused
-
     def visit_Constant(self, node):
         if not isinstance(node.value, int | float):
             return node
@@ -136,8 +133,6 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_BinOp(self, node):
         node = self.generic_visit(node)
-        if self.fused:
-            return node
         name = ast.Attribute(
             ast.Name("libdevice", ast.Load()), self.ROUNDED[type(node.op)], ast.Load()
         )
