@@ -131,3 +131,10 @@ def test_a_score_that_is_not_a_number_shows(backend):
     y, _ = flash.forward(xp, q, k, q, None, None)
     shown = backend.get(xp.isnan(y.astype(np.float32)).all((0, 1, 3)))
     assert not shown[:70].any() and shown[70:].all()
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_was_told_nothing_attends_by_flash(backend):
+    q = backend.xp.zeros((1, 1, 20, 32), bfloat16)
+    devices.current().variants = type(devices.current())().variants
+    assert attention.implementation((q, q, q)).name == "cuda:flash"

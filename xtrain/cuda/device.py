@@ -32,6 +32,7 @@ class CudaDevice(Device):
 
     def __init__(self):
         super().__init__()
+        self.variants = {"attention": "flash"}  # until features say otherwise
         self.stream = _thread_stream()
         self.captures = True  # whether `capture` captures; else every step runs eagerly
         self.tf32 = False  # whether fp32 products may round their operands to TF32
