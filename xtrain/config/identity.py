@@ -8,6 +8,7 @@ difference in loss has one known cause.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 
 from xtrain.config.rules import AXES, best_features
 from xtrain.config.schema import RunConfig
@@ -91,11 +92,11 @@ def flatten(run: RunConfig) -> dict[str, object]:
     return flatten_tree(dataclasses.asdict(run))
 
 
-def flatten_tree(tree: dict, prefix: str = "") -> dict[str, object]:
-    """The same of nested dictionaries, such as a config.yaml that was read back."""
+def flatten_tree(tree: Mapping, prefix: str = "") -> dict[str, object]:
+    """The same of nested mappings, such as a config.yaml that was read back; an empty one stays."""
     flat: dict[str, object] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping) and value:
             flat.update(flatten_tree(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
+from xtrain.data.shards import Shard, ShardWriter, open_shard
 from xtrain.data.sources import SOURCES, Source, open_source
 from xtrain.data.split import (
     LEAST_AND_MOST_HELD_OUT,
@@ -34,6 +34,7 @@ from xtrain.data.split import (
 from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
+from xtrain.disk import sync
 from xtrain.errors import UsageError, is_of_the_disk, write_error
 
 Progress = Callable[[int, int | None], None]
@@ -268,9 +269,9 @@ def _build(
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        sync_directory(temporary)
+        sync(temporary)
         os.rename(temporary, directory)
-        sync_directory(directory.parent)
+        sync(directory.parent)
     except OSError as error:
         if is_of_the_disk(error) or not temporary.is_dir():  # else it is the source's
             raise write_error(directory, error, "nothing of the prepared text is kept") from error

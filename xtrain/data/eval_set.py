@@ -23,11 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from xtrain.data.shards import Shard, ShardWriter, open_shard, sync_directory
+from xtrain.data.shards import Shard, ShardWriter, open_shard
 from xtrain.data.sources import Source, open_source
 from xtrain.data.split import choose, hold_out
 from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer, load_gpt2
+from xtrain.disk import sync
 from xtrain.errors import UsageError, is_of_the_disk, write_error
 
 # Raised when the same recipe gives other tokens.
@@ -149,7 +150,7 @@ def write_eval_set(
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        sync_directory(temporary)
+        sync(temporary)
         _take_name(temporary, directory)
     except OSError as error:
         if is_of_the_disk(error):
@@ -266,4 +267,4 @@ def _take_name(temporary: Path, directory: Path) -> None:
     except OSError:
         if not directory.exists():  # otherwise another process was first
             raise
-    sync_directory(directory.parent)
+    sync(directory.parent)

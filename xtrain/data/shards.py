@@ -26,6 +26,7 @@ from typing import Self
 
 import numpy as np
 
+from xtrain.disk import sync
 from xtrain.errors import UsageError
 
 VERSION = 1
@@ -123,7 +124,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._temporary, self.path)
-        sync_directory(self.path.parent)
+        sync(self.path.parent)
 
     def _header(self) -> bytes:
         fields = _HEADER.pack(
@@ -187,15 +188,6 @@ def open_shard(
         sha256=digest,
         tokenizer=made_by,
     )
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a rename inside `directory` survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _parse(path: Path, header: bytes) -> tuple[int, int, int, int, str, str]:

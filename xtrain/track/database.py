@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
+from xtrain.disk import sync
 from xtrain.errors import UsageError
 from xtrain.track.store_address import sqlite_uri
 
@@ -82,7 +83,7 @@ def _put_in_place(making: Path, database: Path) -> None:
         database.unlink()
     for suffix in ("-wal", "-shm", "-journal"):
         database.with_name(database.name + suffix).unlink(missing_ok=True)
-    _sync(making)
+    sync(making)
     try:
         os.link(making, database)  # unlike a rename it never replaces what another program made
     except FileExistsError:
@@ -91,7 +92,7 @@ def _put_in_place(making: Path, database: Path) -> None:
     except OSError:  # a file system without links
         os.rename(making, database)
     making.unlink(missing_ok=True)
-    _sync(database.parent)
+    sync(database.parent)
 
 
 def _migrate(database: Path, say: Say) -> None:
@@ -113,10 +114,10 @@ def _migrate(database: Path, say: Say) -> None:
             making.unlink()
             making, kind, verb = _make(database), "half-made", "made anew"
         aside = _aside(database, kind)
-        _sync(making)
+        sync(making)
         _keep(database, aside)
         os.replace(making, database)
-        _sync(database.parent)
+        sync(database.parent)
     was = "without some of MLflow's tables" if kind == "before" else "half-made"
     say(f"{database} was {was}: it is {verb}, the old one is kept as {aside.name}")
 
@@ -208,11 +209,3 @@ def _making(database: Path) -> Path:
 def _aside(database: Path, kind: str) -> Path:
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     return database.with_name(f"{database.name}.{kind}-{stamp}-{secrets.token_hex(2)}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

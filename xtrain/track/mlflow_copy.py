@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from xtrain.config.identity import flatten_tree
 from xtrain.errors import UsageError
 from xtrain.track.database import refuse_locked
 from xtrain.track.mlflow_store import experiment_id, open_store
-from xtrain.track.resume import flatten
 from xtrain.track.run_dir import ENDED, RUNNING, RunDir, plain, read_record, write_atomically
 from xtrain.track.store_address import sqlite_path, without_credentials
 from xtrain.typed_json import Matching, OneOf, open_regular, read_json
@@ -312,4 +312,4 @@ def _tags_of(run: RunDir) -> dict[str, str]:
 
 
 def _flat(values: Mapping) -> dict[str, object]:
-    return flatten(plain(values))
+    return flatten_tree(plain(values))

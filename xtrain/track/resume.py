@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from xtrain.config.compose import load_saved
+from xtrain.config.identity import flatten_tree
 from xtrain.errors import UsageError
 from xtrain.track.machine import identity, may_be_alive
 from xtrain.track.ownership import is_held
@@ -135,7 +136,7 @@ def differing_keys(
     old: Mapping, new: Mapping, *, ignore: Iterable[str]
 ) -> dict[str, tuple[object, object]]:
     """Dotted keys whose values differ, with both; a key that one side lacks has "(absent)"."""
-    before, after = flatten(plain(old)), flatten(plain(new))
+    before, after = flatten_tree(plain(old)), flatten_tree(plain(new))
     keys = sorted(before.keys() | after.keys())
     absent = "(absent)"
     ignored = [each.removesuffix(".") for each in ignore]
@@ -145,17 +146,6 @@ def differing_keys(
         if before.get(key, absent) != after.get(key, absent)
         and not any(key == each or key.startswith(f"{each}.") for each in ignored)
     }
-
-
-def flatten(config: Mapping, prefix: str = "") -> dict[str, object]:
-    """A nested mapping as one of dotted keys; lists and empty mappings stay values."""
-    flat: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _by_path(

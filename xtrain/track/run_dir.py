@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from xtrain.disk import sync
 from xtrain.errors import UsageError, WriteError, is_of_the_disk, write_error
 from xtrain.track.machine import identity
 from xtrain.track.ownership import acquire
@@ -107,7 +108,7 @@ class RunDir:
             return
         try:
             os.fsync(self._metrics)
-            _sync_directory(self.path)
+            sync(self.path)
         except OSError as error:
             raise write_error(self.path / "metrics.jsonl", error) from error
 
@@ -336,7 +337,7 @@ def write_atomically(path: Path, text: str) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_directory(path.parent)
+        sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):  # of a file system that became read-only
             temporary.unlink(missing_ok=True)
@@ -424,11 +425,3 @@ def _spell(value: float) -> str:
 
 def _from_json(key: str, value: object) -> object:
     return float(value) if key != "kind" and isinstance(value, str) else value
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

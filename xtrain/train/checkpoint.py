@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xtrain.disk import sync
 from xtrain.engine.device import Device
 from xtrain.engine.params import FlatBuffers
 from xtrain.errors import UsageError, write_error
@@ -71,7 +72,7 @@ def save(
         temporary.mkdir()
         manifest = _write(temporary, step, buffers, optimizer, device, facts)
         temporary.rename(final)
-        _flush_directory(directory)
+        sync(directory)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise write_error(final, error) from error
@@ -93,7 +94,7 @@ def _write(
         file.write(json.dumps(sealed, indent=1, sort_keys=True) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _flush_directory(directory)
+    sync(directory)
     return manifest
 
 
@@ -217,17 +218,8 @@ def _hash(file: Path) -> str:
 
 
 def _hash_and_flush(file: Path) -> str:
-    with open(file, "rb") as stream:
-        os.fsync(stream.fileno())
+    sync(file)
     return _hash(file)
-
-
-def _flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_name(path: Path) -> Path:
