@@ -114,7 +114,7 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
             from benchmarks.profile import profile_step
 
             return profile_step(_work(options, on_gpu=True), show=not options.json)
-    from benchmarks.train_step import measure
+    from benchmarks.train_step import time_step
 
     on_gpu = name == "train_step"
     default_mode = "compile" if on_gpu else "eager"  # on a CPU compiling gains nothing
@@ -124,7 +124,7 @@ def _run(name: str, options: argparse.Namespace, threads: int) -> list:
 
         torch.set_num_threads(threads)
     return [
-        measure(
+        time_step(
             name,
             _work(options, on_gpu=on_gpu),
             backend="cuda" if on_gpu else "cpu",

@@ -18,7 +18,7 @@ from xtrain.errors import UsageError
 from xtrain.models.counts import flops_per_token
 
 
-def measure(
+def time_step(
     name: str, work: Work, *, backend: str, rounds: int, steps: int, peer: str | None
 ) -> Result:
     """Time a step. peer: None, `eager` or `compile`. Unit: tokens a second."""

@@ -1,1 +1,1 @@
-"""Executable claims: one file a phase, run or milestone, judged against the bars in conf/."""
+"""Executable claims: one file a gate, judged against the bars in conf/."""

@@ -20,7 +20,13 @@ import numpy as np
 
 from gates.instruments import paired, tiny_run
 from gates.judging.gate import Defect, Gate, NotMeasured
-from xtrain.assemble.learner import build, eval_windows, measure, training_step, training_windows
+from xtrain.assemble.learner import (
+    build,
+    eval_windows,
+    heldout_loss,
+    training_step,
+    training_windows,
+)
 from xtrain.assemble.sized_step import Work
 from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import prepare
@@ -120,7 +126,7 @@ def _trained(run: RunConfig, precision: str, source, held_out, start=None) -> Tr
     return Trained(
         start,
         np.array(losses),
-        measure(run, learner, held_out).loss,
+        heldout_loss(run, learner, held_out).loss,
         _movement(buffers, here),
     )
 

@@ -18,7 +18,7 @@ from unittest import mock
 from gates.judging.gate import Defect, Explained, Failed, Gate, Measured, NotMeasured
 from gates.judging.outlook import PROMOTING
 from gates.judging.undeclared import undeclared_axes
-from xtrain.assemble.learner import Learner, build, eval_windows, measure, measure_on_set
+from xtrain.assemble.learner import Learner, build, eval_windows, heldout_loss, measure_on_set
 from xtrain.config.bars import (
     LOSS_ON_SET,
     are_shards_of,
@@ -81,7 +81,7 @@ def measure_run(
     learner = build(run, initialize=False, training=False)  # the checkpoint has every weight
     checkpoint.load_weights(found.path / checkpoint.FILES[0], learner.buffers, learner.device)
     held_out = eval_windows(run, prepared)
-    loss = measure(run, learner, held_out).loss
+    loss = heldout_loss(run, learner, held_out).loss
     unigram = unigram_entropy(prepared)
     missing, not_finite = _records(path, run)
     differing = differing_terms(run, found.manifest, prepared)

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipelines.progress import Progress
-from xtrain.assemble.learner import Learner, eval_windows, measure, training_step, training_windows
+from xtrain.assemble.learner import (
+    Learner,
+    eval_windows,
+    heldout_loss,
+    training_step,
+    training_windows,
+)
 from xtrain.config.identity import config_fingerprint
 from xtrain.config.schema import RunConfig
 from xtrain.data.dataset import Prepared
@@ -43,7 +49,7 @@ def train(run: RunConfig, learner: Learner, prepared: Prepared, out: RunDir, *, 
             trained[0] = (number - start) * run.train.tokens_per_step
 
         def evaluate_now(number: int) -> None:
-            result = measure(run, learner, held_out)
+            result = heldout_loss(run, learner, held_out)
             losses[number] = result.loss
             out.log(number, evaluation_record(result), kind="eval")
             progress.say(f"step {number}  held-out loss {result.loss:.4f}")

@@ -42,7 +42,7 @@ from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.registry import register_owed
 from xtrain.track.resume import choose_run, continue_run, take_over
 from xtrain.track.room import Room, room
-from xtrain.track.run_dir import RUNNING, RunDir, load_run, open_run
+from xtrain.track.run_dir import RUNNING, RunDir, open_run, read_run
 from xtrain.track.store_address import check_store, store_uri
 from xtrain.train import checkpoint
 
@@ -247,7 +247,7 @@ def _checkpoint_named(resume: str) -> Path | None:
         return None
     if not path.is_dir():
         raise UsageError(f"resume={resume}: no such checkpoint")
-    load_run(path.parent.parent)
+    read_run(path.parent.parent)
     return path
 
 

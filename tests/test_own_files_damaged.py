@@ -31,8 +31,7 @@ from xtrain.errors import UsageError, WriteError
 from xtrain.track.mirror import Mirror, catch_up, reap_stale
 from xtrain.track.registry import register_or_owe, register_owed
 from xtrain.track.resume import choose_run, continue_run, take_over
-from xtrain.track.run_dir import all_runs, open_run, read_metrics
-from xtrain.track.run_dir import load_run as load_run_directory
+from xtrain.track.run_dir import all_runs, open_run, read_metrics, read_run
 
 CHECKS = [Check("error", "<=", 1e-6, unit="rel"), Check("speed", ">=", 2.0, device="cuda")]
 CONFIG = {"seed": 1, "optim": {"lr": 0.004}}
@@ -172,7 +171,7 @@ def read_everything(root: Path, *, draws: bool) -> list[str]:
     ]
     for directory in sorted(root.glob("v0/t6/*")):
         attempts += [
-            lambda path=directory: load_run_directory(path),
+            lambda path=directory: read_run(path),
             lambda path=directory: choose(str(path)),
             lambda path=directory: read_metrics(path / "metrics.jsonl"),
             lambda path=directory: row(read_result(str(path))),

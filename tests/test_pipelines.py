@@ -13,7 +13,7 @@ import pytest
 from kill_and_resume import compare, environment, run_directory
 
 from pipelines.__main__ import main
-from xtrain.track.run_dir import load_run
+from xtrain.track.run_dir import read_run
 
 CONF = str(Path(__file__).parent / "conf")
 TEXT = "".join(
@@ -63,7 +63,7 @@ def wait_for(pattern: str, here: Path, process: subprocess.Popen) -> None:
 def test_a_run_that_meets_its_bars_is_promoted(here, capsys):
     assert xtrain() == 0
     (path,) = runs(here)
-    assert load_run(path).manifest["status"] == "FINISHED"
+    assert read_run(path).manifest["status"] == "FINISHED"
     for name in ("config.yaml", "metrics.jsonl", "samples.txt", "gates.json", "curves.png"):
         assert (path / name).stat().st_size > 0
     assert (path / "export" / "model.safetensors").exists()
@@ -86,7 +86,7 @@ def test_a_run_that_misses_a_bar_is_refused_with_the_table(here, capsys):
     out = capsys.readouterr().out
     assert "val_loss" in out and "<= 1" in out and "REFUSED" in out
     (path,) = runs(here)
-    assert load_run(path).manifest["status"] == "FINISHED"
+    assert read_run(path).manifest["status"] == "FINISHED"
     assert not (path / "registry.json").exists()
 
 
@@ -105,7 +105,7 @@ def disturbed(here, plain, options, pattern, number) -> tuple[int, str]:
     wait_for(pattern, here, process)
     process.send_signal(number)
     process.communicate()
-    status = load_run(runs(here)[0]).manifest["status"]
+    status = read_run(runs(here)[0]).manifest["status"]
     resumed = spawn(here, *options, "resume=auto")
     resumed.communicate()
     assert resumed.returncode == 0
@@ -141,7 +141,7 @@ def test_a_job_of_several_that_fails_hides_no_other_and_is_the_exit_code(here, c
     shown = capsys.readouterr()
     assert shown.err.count("xtrain: data.path=gone.txt") == 2
     assert "tiny PASS: promoted" in shown.out and "tiny REFUSED" in shown.out
-    assert [load_run(path).manifest["status"] for path in runs(here)] == ["FINISHED"] * 2
+    assert [read_run(path).manifest["status"] for path in runs(here)] == ["FINISHED"] * 2
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kill_and_resume import compare, environment, run_directory
 
-from xtrain.track.run_dir import load_run
+from xtrain.track.run_dir import read_run
 
 CONF = str(Path(__file__).parent / "conf")
 TEXT = "".join(f"County {i} sent {i * 7 % 31} letters to the Senate.\n" for i in range(400))
@@ -61,7 +61,7 @@ def signalled(here: Path, *plan: str, arguments=TINY) -> subprocess.CompletedPro
 
 
 def status(here: Path) -> str:
-    return load_run(run_directory(here)).manifest["status"]
+    return read_run(run_directory(here)).manifest["status"]
 
 
 INT, TERM, HUP = (int(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))

@@ -19,7 +19,7 @@ from xtrain.track.mlflow_copy import read_note
 from xtrain.track.mlflow_store import open_store
 from xtrain.track.registry import Grant, register_owed
 from xtrain.track.resume import continue_run
-from xtrain.track.run_dir import load_run, open_run
+from xtrain.track.run_dir import open_run, read_run
 from xtrain.track.store_address import store_uri
 
 # Children run in another directory, where a relative path to the package would not be found.
@@ -365,7 +365,7 @@ def test_a_run_killed_by_sigkill_is_reaped_here_and_in_mlflow(here):
 
     assert [str(each) for each in reap_stale(here / "outputs")] == [path]
 
-    assert load_run(path).manifest["status"] == "KILLED"
+    assert read_run(path).manifest["status"] == "KILLED"
     assert client.get_run(run_id).info.status == "KILLED"
     assert logged_steps(run_id) == list(range(1, 32))
     assert reap_stale(here / "outputs") == []

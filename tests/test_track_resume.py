@@ -9,8 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from xtrain.config.compose import compose, resolved_yaml
-from xtrain.config.compose import load_run as composed_run
+from xtrain.config.compose import compose, load_run, resolved_yaml
 from xtrain.errors import UsageError
 from xtrain.track.machine import process_mark
 from xtrain.track.mirror import reap_stale
@@ -22,7 +21,7 @@ from xtrain.track.resume import (
     stale_runs,
     take_over,
 )
-from xtrain.track.run_dir import load_run, open_run, read_metrics
+from xtrain.track.run_dir import open_run, read_metrics, read_run
 
 CONFIG = {"seed": 1, "out": "a", "optim": {"lr": 0.004, "betas": [0.9, 0.95]}}
 
@@ -149,7 +148,7 @@ def test_a_damaged_manifest_is_passed_over_by_auto_and_named_by_path(tmp_path):
 
 @pytest.mark.parametrize("left", ["", '{"id": "x", ', None])
 def test_auto_refuses_to_leave_behind_a_checkpoint_of_its_own_config(tmp_path, left):
-    composed = composed_run(compose(["run=v0"]))
+    composed = load_run(compose(["run=v0"]))
     saved, text = asdict(composed), resolved_yaml(composed)
     run = open_run(tmp_path, "v0", "t6", saved, config_text=text, fingerprints={}, facts={})
     (run.path / "checkpoints" / "5").mkdir(parents=True)
@@ -172,7 +171,7 @@ def test_going_on_takes_the_run_over_and_redoes_no_record_twice(tmp_path):
     taken.log(4, {"loss": 0.25})
 
     assert [r["step"] for r in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3, 4]
-    manifest = load_run(run.path).manifest
+    manifest = read_run(run.path).manifest
     assert manifest["status"] == "RUNNING" and manifest["ended"] is None
     assert [(r["from_step"], r["was"]) for r in manifest["resumes"]] == [(3, "KILLED")]
 
@@ -209,7 +208,7 @@ def test_a_run_can_be_taken_over_only_once(tmp_path):
     run = ended(tmp_path, "KILLED")
     continue_run(take_over(run), from_step=0, facts={})
     with pytest.raises(UsageError, match="RUNNING in process"):
-        take_over(load_run(run.path))
+        take_over(read_run(run.path))
 
 
 def test_only_runs_whose_process_is_gone_are_stale(tmp_path):
@@ -237,12 +236,12 @@ def test_a_living_run_is_alive_whatever_host_and_process_it_names(tmp_path):
     run.update(**RENAMED)
     assert stale_runs(tmp_path) == [] and choose(tmp_path) == (None, "")
     with pytest.raises(UsageError, match="RUNNING"):
-        take_over(load_run(run.path))
+        take_over(read_run(run.path))
 
 
 def test_a_run_that_another_process_has_just_finished_is_not_taken_over(tmp_path):
     seen = ended(tmp_path, "KILLED")
-    load_run(seen.path).set_status("FINISHED")
+    read_run(seen.path).set_status("FINISHED")
     with pytest.raises(UsageError, match="FINISHED"):
         take_over(seen)
 
@@ -252,7 +251,7 @@ def test_a_stale_run_that_another_process_has_just_taken_is_not_marked(tmp_path)
     (stale,) = stale_runs(tmp_path)
     continue_run(take_over(run), from_step=0, facts={})
     assert not mark_killed(stale)
-    assert load_run(run.path).manifest["status"] == "RUNNING"
+    assert read_run(run.path).manifest["status"] == "RUNNING"
 
 
 HOLDER = """

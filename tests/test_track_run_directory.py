@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from xtrain.errors import UsageError, WriteError
-from xtrain.track.run_dir import all_runs, load_run, open_run, read_metrics
+from xtrain.track.run_dir import all_runs, open_run, read_metrics, read_run
 
 
 def make_run(root, config=None, run="v0", phase="t6"):
@@ -131,7 +131,7 @@ def test_a_manifest_of_the_wrong_types_is_named_with_its_field_and_passed_over(
     sound = make_run(tmp_path)
     run.write_json("manifest.json", {**run.manifest, field: value})
     with pytest.raises(UsageError, match=rf"manifest\.json is damaged: {field}"):
-        load_run(run.path)
+        read_run(run.path)
     said = []
     assert [each.path for each in all_runs(tmp_path, say=said.append)] == [sound.path]
     assert len(said) == 1 and f"damaged: {field}" in said[0] and "passed over" in said[0]
@@ -175,7 +175,7 @@ def test_a_torn_last_line_is_dropped_when_the_run_goes_on(tmp_path):
         file.write('{"step": 2, "kind": "tr')
 
     assert [r["step"] for r in read_metrics(metrics)] == [1]
-    load_run(run.path).log(2, {"loss": 2.0})
+    read_run(run.path).log(2, {"loss": 2.0})
 
     assert [r["step"] for r in read_metrics(metrics)] == [1, 2]
 
@@ -210,7 +210,7 @@ def test_a_kill_mid_log_loses_no_complete_record(tmp_path):
     child.wait()
     child.stdout.close()
 
-    run = load_run(path)
+    run = read_run(path)
     before = read_metrics(run.path / "metrics.jsonl")
     run.log(len(before) + 1, {"loss": 0.0})
 
@@ -222,8 +222,8 @@ def test_a_kill_mid_log_loses_no_complete_record(tmp_path):
 def test_a_status_is_one_of_four_and_ends_the_run(tmp_path):
     run = make_run(tmp_path)
     run.set_status("FAILED")
-    assert load_run(run.path).manifest["status"] == "FAILED"
-    assert load_run(run.path).manifest["ended"]
+    assert read_run(run.path).manifest["status"] == "FAILED"
+    assert read_run(run.path).manifest["ended"]
     with pytest.raises(ValueError, match="STOPPED"):
         run.set_status("STOPPED")
 

@@ -173,7 +173,7 @@ def _list(files: Sequence[GateFile], setting: Setting, as_json: bool) -> int:
 def _conf_file(gate: str) -> Path | None:
     from xtrain.config.files import file_of
 
-    places = (file_of(group, gate) for group in ("phase", "run", "gate", "milestone"))
+    places = (file_of(group, gate) for group in ("phase", "run", "gate"))
     return next(filter(None, places), None)
 
 

@@ -44,7 +44,7 @@ class GateFile:
 
 
 def find_gates(directory: Path = HERE) -> dict[str, GateFile]:
-    """Every gate by lower-case id, phases before runs before milestones.
+    """Every gate by lower-case id, phases before runs before other gates.
 
     Of a directory its files; of the project's own also the run files that have none. Raises
     UsageError when two files share an id.

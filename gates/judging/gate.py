@@ -51,7 +51,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class Gate:
-    """The measurements of one phase, run or milestone.
+    """The measurements of one phase or run, or of a gate that is neither.
 
     measures: each is called with the device class (`cpu`, `cuda`), returns values by check name.
     run_measures: the same for what reads a trained run; called with (device class, outputs root).

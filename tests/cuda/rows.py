@@ -54,14 +54,14 @@ def _softmax(scores, visible):
     return p / p.sum(-1, keepdims=True)
 
 
-def check_cross_entropy(xp, put, get, rows, words, padded, dtype, out_dtype):
+def check_cross_entropy(xp, put, get, rows, vocab_size, padded, dtype, out_dtype):
     """Log-probabilities alone, then with gradients; one row is ignored."""
     source = np.random.default_rng(4)
     logits = (3 * source.standard_normal((rows, padded))).astype(dtype)
-    targets = source.integers(0, words, rows).astype(np.int32)
+    targets = source.integers(0, vocab_size, rows).astype(np.int32)
     targets[1] = -100
     coefficient = source.standard_normal(rows).astype(np.float32)
-    wide = logits.astype(np.float64)[:, :words]
+    wide = logits.astype(np.float64)[:, :vocab_size]
     everything = wide - wide.max(-1, keepdims=True)
     everything -= np.log(np.exp(everything).sum(-1, keepdims=True))
     counts, n = targets >= 0, np.arange(rows)
@@ -71,16 +71,16 @@ def check_cross_entropy(xp, put, get, rows, words, padded, dtype, out_dtype):
     gradient *= (coefficient * counts)[:, None]
 
     z, t, logp = put(logits), put(targets), xp.full(rows, np.nan, "float32")
-    cross_entropy_rows(xp, z, t, None, logp, None, vocab_size=words)
-    assert relative_error(get(logp), expected) <= tolerance(float32, words)
+    cross_entropy_rows(xp, z, t, None, logp, None, vocab_size=vocab_size)
+    assert relative_error(get(logp), expected) <= tolerance(float32, vocab_size)
     assert get(z).tobytes() == logits.tobytes()
 
     in_place = dtype == out_dtype
     dz = z if in_place else xp.full(logits.shape, np.nan, float32).astype(out_dtype)
     logp = xp.full(rows, np.nan, "float32")
-    cross_entropy_rows(xp, z, t, put(coefficient), logp, dz, vocab_size=words)
+    cross_entropy_rows(xp, z, t, put(coefficient), logp, dz, vocab_size=vocab_size)
     made = get(dz).astype(np.float64)
-    assert relative_error(get(logp), expected) <= tolerance(float32, words)
-    assert relative_error(made[:, :words], gradient) <= tolerance(out_dtype, words)
-    assert (made[:, words:] == 0).all()
+    assert relative_error(get(logp), expected) <= tolerance(float32, vocab_size)
+    assert relative_error(made[:, :vocab_size], gradient) <= tolerance(out_dtype, vocab_size)
+    assert (made[:, vocab_size:] == 0).all()
     assert (made[1] == 0).all()

@@ -1,30 +1,30 @@
-"""Samples for kernels besides the ops' own: rows of whole 16-byte words, repeats, large sizes."""
+"""Samples for kernels besides the ops' own: rows of whole 16-byte vectors, repeats, large sizes."""
 
 from xtrain.engine.op import Sample, Spec, ids, normal, positive
 
 HEADS = {"heads": 2, "kv_heads": 1, "eps": 1e-6, "theta": 10000.0}
 ADAMW = {"decayed": 40, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
-WHOLE_WORDS = {
+WHOLE_VECTORS = {
     "rms_norm": [
-        Sample("words", (normal(5, 64), normal(64)), {"eps": 1e-6}, 64),
+        Sample("vectors", (normal(5, 64), normal(64)), {"eps": 1e-6}, 64),
         Sample("two_warps", (normal(1, 1284), normal(1284)), {"eps": 1e-6}, 1284),
     ],
     "add_rms_norm": [
-        Sample("words", (normal(5, 64), normal(5, 64), normal(64)), {"eps": 1e-6}, 64),
+        Sample("vectors", (normal(5, 64), normal(5, 64), normal(64)), {"eps": 1e-6}, 64),
     ],
     "qk_norm_rope": [
-        Sample("words", (normal(1, 3, 128), normal(32), normal(32), ids(9, 1, 3)), HEADS, 32),
-        Sample("words_no_norm", (normal(2, 2, 128), None, None, ids(9, 2, 2)), HEADS, 32),
+        Sample("vectors", (normal(1, 3, 128), normal(32), normal(32), ids(9, 1, 3)), HEADS, 32),
+        Sample("vectors_no_norm", (normal(2, 2, 128), None, None, ids(9, 2, 2)), HEADS, 32),
     ],
-    "swiglu": [Sample("words", (normal(3, 48, scale=3.0),))],
-    "dropout": [Sample("words", (normal(4, 16), Spec((4,), "key")), {"p": 0.3, "site": 5})],
-    "softmax": [Sample("words", (normal(3, 40, scale=4.0),), {}, 40)],
-    "embedding": [Sample("words", (normal(7, 16), ids(3, 2, 18)), {}, 36)],
-    "global_norm": [Sample("words", (normal(1000),), {}, 1000)],
+    "swiglu": [Sample("vectors", (normal(3, 48, scale=3.0),))],
+    "dropout": [Sample("vectors", (normal(4, 16), Spec((4,), "key")), {"p": 0.3, "site": 5})],
+    "softmax": [Sample("vectors", (normal(3, 40, scale=4.0),), {}, 40)],
+    "embedding": [Sample("vectors", (normal(7, 16), ids(3, 2, 18)), {}, 36)],
+    "global_norm": [Sample("vectors", (normal(1000),), {}, 1000)],
     "adamw": [
         Sample(
-            "words",
+            "vectors",
             (*[normal(64)] * 2, normal(64, scale=0.1), positive(64), Spec((5,), "hyper", 1), None),
             ADAMW,
         )

@@ -37,13 +37,13 @@ needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cupy") is None or importlib.util.find_spec("nvidia") is None,
     reason="the wheels of CuPy, NVRTC and the CUDA runtime are not installed",
 )
-ONE_WARP = Shape(threads=32, words=5, width=8, rows=4, aligned=True)  # rows of 1280, bf16
-WARPS = Shape(threads=256, words=2, width=8, rows=1, aligned=True)  # rows of 4096, bf16
-FP32 = Shape(threads=32, words=10, width=4, rows=4, aligned=True)  # rows of 1280, fp32
-ONCE = Shape(threads=32, words=3, width=4, rows=4, aligned=True)
-RAGGED = Shape(threads=32, words=3, width=4, rows=4, aligned=False)
-SCORES = Shape(threads=32, words=8, width=4, rows=4, aligned=True)  # 1024 keys, fp32 scores
-COLUMNS = Shape(threads=160, words=1, width=8, rows=1, aligned=True)  # rows of 1280, bf16
+ONE_WARP = Shape(threads=32, vectors=5, vector=8, rows=4, aligned=True)  # rows of 1280, bf16
+WARPS = Shape(threads=256, vectors=2, vector=8, rows=1, aligned=True)  # rows of 4096, bf16
+FP32 = Shape(threads=32, vectors=10, vector=4, rows=4, aligned=True)  # rows of 1280, fp32
+ONCE = Shape(threads=32, vectors=3, vector=4, rows=4, aligned=True)
+RAGGED = Shape(threads=32, vectors=3, vector=4, rows=4, aligned=False)
+SCORES = Shape(threads=32, vectors=8, vector=4, rows=4, aligned=True)  # 1024 keys, fp32 scores
+COLUMNS = Shape(threads=160, vectors=1, vector=8, rows=1, aligned=True)  # rows of 1280, bf16
 HEADS = HeadShape(40, 10, 16, 2, 8, 4, 32, True)  # 40 query and 10 kv heads of 32, bf16
 RAGGED_HEADS = HeadShape(2, 1, 2, 2, 1, 4, 4, False)
 SIZES = (  # of CUDA C++ kernels, besides those that their files compile with
@@ -90,7 +90,7 @@ KERNELS = {
     "adamw": lambda: adamw.update_kernel(True, True),
     "adamw_ragged": lambda: adamw.update_kernel(False, True),
 }
-WORD_LOADS = {
+VECTOR_LOADS = {
     "rms_norm": 15,  # 5 of x, 10 of the fp32 gain
     "add_rms_norm": 30,
     "swiglu": 4,
@@ -116,10 +116,10 @@ def test_numba_kernel_compiles_to_ptx(name):
 
 
 @needs_numba_cuda
-@pytest.mark.parametrize("name", WORD_LOADS)
-def test_rows_are_loaded_by_words_of_16_bytes(name):
+@pytest.mark.parametrize("name", VECTOR_LOADS)
+def test_rows_are_loaded_by_vectors_of_16_bytes(name):
     text = KERNELS[name]().ptx((9, 0))
-    assert len(re.findall(r"ld\.global\.v4", text)) == WORD_LOADS[name]
+    assert len(re.findall(r"ld\.global\.v4", text)) == VECTOR_LOADS[name]
 
 
 @needs_numba_cuda

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from parity import bits, cases, every_second, gpu
 from rows import check_causal_softmax, check_cross_entropy
-from samples import LARGE, WHOLE_WORDS
+from samples import LARGE, WHOLE_VECTORS
 from test_simulator_kernels import CROSS_ENTROPY, SOFTMAX
 
 import xtrain.engine.ops  # noqa: F401  declares the ops
@@ -22,9 +22,9 @@ USABLE = importlib.util.find_spec("cupy") is not None and runtime.why_unusable()
 if USABLE:
     device.use("cuda")
 OWN = {name: list(op.samples) for name, op in OPS.items()}
-ALL = cases(OWN, [float32, bfloat16]) + cases(WHOLE_WORDS, [float32, bfloat16])
+ALL = cases(OWN, [float32, bfloat16]) + cases(WHOLE_VECTORS, [float32, bfloat16])
 BIG = cases(LARGE, [float32, bfloat16])
-FP32 = cases(OWN) + cases(WHOLE_WORDS)
+FP32 = cases(OWN) + cases(WHOLE_VECTORS)
 
 
 def parametrized(chosen):
@@ -61,7 +61,7 @@ def test_strided_inputs_give_the_bits_of_contiguous_ones(backend, case):
 
 
 # A variant that works on the host cannot be captured; the device refuses it by name.
-CAPTURABLE = [c for c in cases(WHOLE_WORDS) if not c[1][2].endswith(":host")]
+CAPTURABLE = [c for c in cases(WHOLE_VECTORS) if not c[1][2].endswith(":host")]
 
 
 @parametrized(CAPTURABLE)

@@ -93,7 +93,7 @@ def test_causal_softmax_equals_float64(case):
 
 
 CROSS_ENTROPY = [
-    # rows, words, padded words, dtype of the logits, dtype of the gradient
+    # rows, vocabulary, padded vocabulary, dtype of the logits, dtype of the gradient
     (3, 301, 320, float32, float32),
     (3, 301, 320, float32, bfloat16),
     (2, 11, 11, float32, float32),

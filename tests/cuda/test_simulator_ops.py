@@ -2,7 +2,7 @@
 
 import pytest
 from parity import SIMULATOR, bits, cases, every_second
-from samples import WHOLE_WORDS
+from samples import WHOLE_VECTORS
 
 from xtrain.cuda import import_kernels
 from xtrain.engine.dtype import bfloat16, float32
@@ -20,8 +20,8 @@ OWN = {
     for name, op in OPS.items()
     if any(key.startswith("cuda") for key in op.fused)
 }
-FP32 = cases(OWN, simulated=True) + cases(WHOLE_WORDS, simulated=True)
-TWO_WARPS_ONCE = {n: [s for s in c if s.name != "two_warps"] for n, c in WHOLE_WORDS.items()}
+FP32 = cases(OWN, simulated=True) + cases(WHOLE_VECTORS, simulated=True)
+TWO_WARPS_ONCE = {n: [s for s in c if s.name != "two_warps"] for n, c in WHOLE_VECTORS.items()}
 BF16 = cases(
     {**TWO_WARPS_ONCE, "rms_norm": [*TWO_WARPS_ONCE["rms_norm"], *OPS["rms_norm"].samples]},
     [bfloat16],

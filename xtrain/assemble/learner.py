@@ -82,7 +82,7 @@ def eval_windows(run: RunConfig, prepared: Prepared) -> EvalWindows:
     )
 
 
-def measure(run: RunConfig, learner: Learner, held_out: EvalWindows) -> Evaluation:
+def heldout_loss(run: RunConfig, learner: Learner, held_out: EvalWindows) -> Evaluation:
     """The loss of the learner's model on a held-out set."""
     rows = run.train.batch_size
     return evaluate(learner.model, held_out, batch_size=rows, device=learner.device)
@@ -98,7 +98,7 @@ def measure_on_set(
     whatever the run does: every model is asked for every token. max_tokens: only the first ones.
     """
     windows = EvalWindows(chosen.shard, seq_len=run.train.seq_len, max_tokens=max_tokens)
-    found = measure(run, learner, windows)
+    found = heldout_loss(run, learner, windows)
     bits = chosen.manifest["tokens"] / (math.log(2) * chosen.manifest["bytes"])
     return {
         "set": chosen.manifest,

@@ -1,7 +1,8 @@
 """A check: one named number and the bar that it must meet, as it stands in a phase or run file.
 
 The bar is configuration (`conf/phase/t13.yaml`), the number comes from a gate's measurement, and
-`gates.judging.judge` compares the two. This file is imported by both sides, so it imports neither.
+`gates.judging.judge` compares the two. Both the configuration and the gates import this file, so
+it imports neither.
 """
 
 import math

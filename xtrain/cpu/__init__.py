@@ -1,7 +1,7 @@
 """Numba kernels for the CPU; importing this package plugs them into the ops.
 
-A kernel is a file of the same name as the op's declaration; the other files are what kernels are
-made of.
+A file of kernels is named like the file in `xtrain/engine/ops` that declares their ops; the other
+files are what kernels are made of.
 """
 
 import hashlib

@@ -91,7 +91,10 @@ def shared_pool() -> Pool:
 
 
 def lasting():
-    """A context whose arrays may outlive the captured step in whose warm-up they are made."""
+    """A context whose arrays come from the shared pool, also inside a captured step.
+
+    For what is made once and kept, such as tables: it must not go when that step's pool goes.
+    """
     return cupy.cuda.using_allocator(shared_pool().allocate)
 
 

@@ -17,7 +17,7 @@ from xtrain.config.identity import flatten_tree
 from xtrain.errors import UsageError
 from xtrain.track.machine import identity, may_be_alive
 from xtrain.track.ownership import is_held
-from xtrain.track.run_dir import RUNNING, RunDir, all_runs, load_run, now, plain
+from xtrain.track.run_dir import RUNNING, RunDir, all_runs, now, plain, read_run
 
 
 def choose_run(
@@ -79,7 +79,7 @@ def take_over(run: RunDir) -> RunDir:
         run.own()
     except OSError as error:
         raise UsageError(f"{run.path} cannot be gone on with: {error.strerror}") from error
-    run.manifest = load_run(run.path).manifest
+    run.manifest = read_run(run.path).manifest
     if run.manifest["status"] == "FINISHED":
         run.release()
         raise UsageError(f"{run.path}: another process has just FINISHED it")
@@ -152,7 +152,7 @@ def _by_path(
     resume: str, config: Mapping, fingerprints: Mapping[str, str], ignore: tuple[str, ...]
 ) -> tuple[RunDir, str]:
     path = Path(resume)
-    found = load_run(path.parent.parent if path.parent.name == "checkpoints" else path)
+    found = read_run(path.parent.parent if path.parent.name == "checkpoints" else path)
     if found.manifest["status"] == "FINISHED":
         raise UsageError(
             f"resume={resume}: that run is FINISHED; init_from= starts from its weights"
@@ -176,7 +176,7 @@ def _refuse_lost(
     for saved in sorted(Path(root).glob(f"{run}/{phase}/*/config.yaml")):
         path = saved.parent
         try:
-            load_run(path)
+            read_run(path)
         except UsageError as error:
             if any(path.glob("checkpoints/*")) and _is_saved_config(saved, config, ignore):
                 raise UsageError(

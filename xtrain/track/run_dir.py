@@ -288,7 +288,7 @@ def value_of(record: Mapping, name: str) -> float:
     return value if isinstance(value, int | float) else math.nan
 
 
-def load_run(path: str | Path) -> RunDir:
+def read_run(path: str | Path) -> RunDir:
     """Open an existing run directory. Raises UsageError when it has no readable manifest.json."""
     path = Path(path)
     try:
@@ -308,7 +308,7 @@ def all_runs(
     found = []
     for manifest in sorted(Path(root).glob(f"{run}/{phase}/*/manifest.json")):
         try:
-            found.append(load_run(manifest.parent))
+            found.append(read_run(manifest.parent))
         except UsageError as error:
             if say is not None:
                 say(f"{error}; that run is passed over")

@@ -1,1 +1,1 @@
-"""Kernels of single ops; a file of the same name as the op's declaration fuses it."""
+"""Kernels; importing a file plugs what it holds into the ops that it serves, whatever its name."""

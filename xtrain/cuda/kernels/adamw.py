@@ -12,7 +12,7 @@ from numba.types import float32
 
 from xtrain.cuda.compile.launch import Kernel, f32, i64, pointer
 from xtrain.cuda.parts.formula import divide, fp32, multiply, sqrt, subtract
-from xtrain.cuda.parts.words import access, are_aligned
+from xtrain.cuda.parts.vectors import are_aligned, vector_access
 from xtrain.engine import scalar
 from xtrain.engine.dtype import bfloat16
 from xtrain.engine.ops.adamw import adamw
@@ -25,8 +25,8 @@ weight = fp32(scalar.adamw_weight)
 
 @functools.cache
 def update_kernel(aligned: bool, copies: bool) -> Kernel:
-    width, load, store = access("float32", aligned)
-    store_copy = access(bfloat16, aligned, width).store
+    width, load, store = vector_access("float32", aligned)
+    store_copy = vector_access(bfloat16, aligned, width).store
 
     def adamw_update(
         p, g, m, v, hyper, copy, size, copy_size, decayed,
@@ -71,7 +71,7 @@ def forward(xp, p, g, m, v, hyper, copy, *, decayed, beta1, beta2, eps, weight_d
     copy_size = 0 if copy is None else copy.size
     constants = map(np.float32, (1 - beta1, beta2, 1 - beta2, eps, weight_decay))
     kernel = update_kernel(aligned, copy is not None)
-    grid = -(-p.size // (THREADS * access("float32", aligned).width))
+    grid = -(-p.size // (THREADS * vector_access("float32", aligned).width))
     kernel(grid, p, g, m, v, hyper, copy, p.size, copy_size, decayed, *constants)
     return p, None
 

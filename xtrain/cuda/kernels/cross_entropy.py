@@ -25,7 +25,7 @@ from xtrain.cuda.compile import nvrtc
 from xtrain.cuda.compile.launch import SIMULATED, Kernel, i64, pointer
 from xtrain.cuda.parts.block import row_max, row_sum
 from xtrain.cuda.parts.formula import LOG2_E, exp2, log2
-from xtrain.cuda.parts.words import WORD_BYTES, access, are_aligned, scalar_access
+from xtrain.cuda.parts.vectors import VECTOR_BYTES, are_aligned, scalar_access, vector_access
 from xtrain.engine.dtype import bfloat16
 
 MOST_THREADS = 1024  # one block a multiprocessor: its row stays in the second-level cache
@@ -41,11 +41,11 @@ HELD_THREADS = 512  # of a block at most: two blocks a multiprocessor, 64 regist
 
 @functools.cache
 def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: bool) -> Kernel:
-    width, load, _ = access(dtype, aligned)
+    width, load, _ = vector_access(dtype, aligned)
     load_one = scalar_access(dtype)[0]
-    store = access(out_dtype, aligned, width).store
+    store = vector_access(out_dtype, aligned, width).store
     largest, total = row_max(threads), row_sum(threads)
-    words, values, piece = VALUES // width, VALUES, VALUES * threads
+    vectors, values, piece = VALUES // width, VALUES, VALUES * threads
 
     def cross_entropy(z, targets, coefficient, logp, dz, columns, vocab_size, pitch):
         scratch = cuda.shared.array(threads, float32)
@@ -56,11 +56,11 @@ def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: b
         counts = target >= 0
         peak, weight = LOWEST, float32(0)
         for start in range(0, vocab_size if counts else 0, piece):
-            for w in range(words):
+            for w in range(vectors):
                 at = start + (w * threads + cuda.threadIdx.x) * width
                 load(z, base + at, columns - at, v, w * width)
             higher = peak
-            for w in range(words):
+            for w in range(vectors):
                 at = start + (w * threads + cuda.threadIdx.x) * width
                 for i in range(width):
                     j = w * width + i
@@ -82,17 +82,17 @@ def rows_kernel(dtype, out_dtype, aligned: bool, threads: int, differentiates: b
             factor = coefficient[row * pitch] if counts else float32(0)
             scale = factor / weight
             for start in range(0, columns, piece):
-                for w in range(words):
+                for w in range(vectors):
                     at = start + (w * threads + cuda.threadIdx.x) * width
                     load(z, base + at, vocab_size - at if counts else int64(0), v, w * width)
-                for w in range(words):
+                for w in range(vectors):
                     at = start + (w * threads + cuda.threadIdx.x) * width
                     for i in range(width):
                         j = w * width + i
                         gradient = exp2(v[j] * LOG2E - highest) * scale
                         gradient -= factor if at + i == target else float32(0)
                         v[j] = gradient if counts and at + i < vocab_size else float32(0)
-                for w in range(words):
+                for w in range(vectors):
                     at = start + (w * threads + cuda.threadIdx.x) * width
                     store(dz, base + at, columns - at, v, w * width)
 
@@ -139,23 +139,24 @@ def _held_rows(logits, targets, coefficient, logp, dlogits, vocab_size: int) -> 
         return
     import cupy
 
-    words = columns * logits.itemsize // WORD_BYTES
-    threads = min(-(-words // 32) * 32, HELD_THREADS)
+    vectors = columns * logits.itemsize // VECTOR_BYTES
+    threads = min(-(-vectors // 32) * 32, HELD_THREADS)
     device = cupy.cuda.runtime.getDevice()
-    kernel, blocks = _held_kernel(device, words, vocab_size, threads)
+    kernel, blocks = _held_kernel(device, vectors, vocab_size, threads)
     arguments = (logits, targets, coefficient, logp, dlogits)
     counts = (np.int32(rows), np.int32(_pitch(coefficient)))
-    kernel((min(rows, blocks),), (threads,), (*arguments, *counts), shared_mem=words * WORD_BYTES)
+    shared_bytes = vectors * VECTOR_BYTES
+    kernel((min(rows, blocks),), (threads,), (*arguments, *counts), shared_mem=shared_bytes)
 
 
 @functools.cache
-def _held_kernel(device: int, words: int, vocab_size: int, threads: int):
+def _held_kernel(device: int, vectors: int, vocab_size: int, threads: int):
     """The kernel on a GPU, and how many of its blocks run there at once."""
     import cupy
 
-    defines = (f"WORDS={words}", f"VOCAB={vocab_size}", f"THREADS={threads}")
+    defines = (f"WORDS={vectors}", f"VOCAB={vocab_size}", f"THREADS={threads}")
     kernel = nvrtc.function("cross_entropy.cu", "cross_entropy", defines)
-    kernel.max_dynamic_shared_size_bytes = words * WORD_BYTES
+    kernel.max_dynamic_shared_size_bytes = vectors * VECTOR_BYTES
     multiprocessors = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
     return kernel, 2 * multiprocessors
 

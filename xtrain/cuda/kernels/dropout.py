@@ -1,6 +1,6 @@
 """`dropout`: the mask is drawn again in both directions, from the bits of `engine.rng`.
 
-A word of four random numbers serves four elements. Bytes an element, storage of s bytes: 2 s.
+One draw of four random numbers serves four elements. Bytes an element, storage of s bytes: 2 s.
 """
 
 import functools
@@ -9,11 +9,11 @@ from numba import cuda
 from numba.types import float32, uint32, uint64
 
 from xtrain.cuda.compile.launch import Kernel, device_function, f32, i64, pointer, u32
-from xtrain.cuda.parts.words import access, are_aligned
+from xtrain.cuda.parts.vectors import are_aligned, vector_access
 from xtrain.engine.ops.dropout import dropout
 
 THREADS = 256
-WORDS = 2  # loads in flight a thread
+VECTORS = 2  # loads in flight a thread
 LOW = uint64(0xFFFFFFFF)
 M0, M1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
 W0, W1 = uint64(0x9E3779B9), uint64(0xBB67AE85)
@@ -39,16 +39,16 @@ def philox(block, site, step, micro, key0, key1):
 
 @functools.cache
 def dropout_kernel(dtype, aligned: bool) -> Kernel:
-    width, load, store = access(dtype, aligned)
-    values = WORDS * width
+    width, load, store = vector_access(dtype, aligned)
+    values = VECTORS * width
 
     def dropout_mask(x, y, key, site, threshold, scale, size):
         v = cuda.local.array(values, float32)
-        first = cuda.blockIdx.x * THREADS * WORDS + cuda.threadIdx.x
-        for w in range(WORDS):
+        first = cuda.blockIdx.x * THREADS * VECTORS + cuda.threadIdx.x
+        for w in range(VECTORS):
             at = (first + w * THREADS) * width
             load(x, at, size - at, v, w * width)
-        for w in range(WORDS):
+        for w in range(VECTORS):
             at = (first + w * THREADS) * width
             for i in range(0, width, 4):
                 block = (at + i) >> 2
@@ -58,7 +58,7 @@ def dropout_kernel(dtype, aligned: bool) -> Kernel:
                 v[j + 1] = v[j + 1] * scale if b >= threshold else float32(0)
                 v[j + 2] = v[j + 2] * scale if c >= threshold else float32(0)
                 v[j + 3] = v[j + 3] * scale if d >= threshold else float32(0)
-        for w in range(WORDS):
+        for w in range(VECTORS):
             at = (first + w * THREADS) * width
             store(y, at, size - at, v, w * width)
 
@@ -72,7 +72,7 @@ def masked(xp, x, key, p, site):
     y = xp.empty(x.shape, x.dtype)
     aligned = are_aligned(x.size, x, y)
     kernel = dropout_kernel(x.dtype, aligned)
-    per_block = THREADS * WORDS * access(x.dtype, aligned).width
+    per_block = THREADS * VECTORS * vector_access(x.dtype, aligned).width
     grid = -(-x.size // per_block)
     threshold = round(p * 2**32)
     kernel(grid, x, y, key, site, threshold, 1 / (1 - p), x.size)

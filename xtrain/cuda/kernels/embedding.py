@@ -14,7 +14,7 @@ from xtrain.cuda.compile.launch import SIMULATED, Kernel, device_function, i64, 
 from xtrain.cuda.parts.block import column_scratch, column_sums
 from xtrain.cuda.parts.rows import Shape, shape_of
 from xtrain.cuda.parts.sort import sorted_pairs
-from xtrain.cuda.parts.words import access, scalar_access
+from xtrain.cuda.parts.vectors import scalar_access, vector_access
 from xtrain.engine.ops.embedding import embedding
 
 BLOCK = 64 if SIMULATED else 256  # threads that share an id's tokens
@@ -23,8 +23,8 @@ POSITION = 0xFFFFFFFF
 
 @functools.cache
 def forward_kernel(dtype, shape: Shape) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load, store = access(dtype, aligned)[1:]
+    threads, vectors, width, rows_here, aligned = shape
+    load, store = vector_access(dtype, aligned)[1:]
     values = shape.values
 
     def embedding_forward(weight, ids, y, rows, columns):
@@ -33,10 +33,10 @@ def forward_kernel(dtype, shape: Shape) -> Kernel:
         v = cuda.local.array(values, float32)
         exists = columns if row < rows else 0
         id = int64(ids[row]) if row < rows else int64(0)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load(weight, id * columns + at, exists - at, v, w * width)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             store(y, row * columns + at, exists - at, v, w * width)
 
@@ -46,8 +46,8 @@ def forward_kernel(dtype, shape: Shape) -> Kernel:
 
 @functools.cache
 def backward_kernel(dtype, out_dtype, shape: Shape) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load = access(dtype, aligned).load
+    threads, vectors, width, rows_here, aligned = shape
+    load = vector_access(dtype, aligned).load
     load_one, store_one = scalar_access(out_dtype)
     values, block = shape.values, shape.block
 
@@ -75,7 +75,7 @@ def backward_kernel(dtype, out_dtype, shape: Shape) -> Kernel:
             row = pair & POSITION
             at_pair += rows_here
             pair = int64(pairs[at_pair]) if at_pair < count else int64(-1)
-            for w in range(words):
+            for w in range(vectors):
                 at = (w * threads + lane) * width
                 load(dy, row * columns + at, columns - at, v, w * width)
             for i in range(values):

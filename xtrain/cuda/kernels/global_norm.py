@@ -12,27 +12,27 @@ from numba.types import float32, float64
 from xtrain.cuda.compile.launch import Kernel, i64, pointer
 from xtrain.cuda.parts.block import row_sum
 from xtrain.cuda.parts.formula import sqrt
-from xtrain.cuda.parts.words import access, are_aligned
+from xtrain.cuda.parts.vectors import are_aligned, vector_access
 from xtrain.engine.ops.global_norm import global_norm
 
 THREADS = 256
-WORDS = 4
+VECTORS = 4
 MOST_BLOCKS = 1024
 total_of_block = row_sum(THREADS)
 
 
 @functools.cache
 def squares_kernel(dtype, aligned: bool) -> Kernel:
-    width, load, _ = access(dtype, aligned)
-    values = WORDS * width
-    piece = THREADS * WORDS * width
+    width, load, _ = vector_access(dtype, aligned)
+    values = VECTORS * width
+    piece = THREADS * VECTORS * width
 
     def sum_of_squares(x, partial, size, blocks):
         scratch = cuda.shared.array(THREADS, float64)
         v = cuda.local.array(values, float32)
         total = float64(0)
         for start in range(cuda.blockIdx.x * piece, size, blocks * piece):
-            for w in range(WORDS):
+            for w in range(VECTORS):
                 at = start + (w * THREADS + cuda.threadIdx.x) * width
                 load(x, at, size - at, v, w * width)
             for i in range(values):
@@ -60,7 +60,7 @@ NORM = Kernel(norm_of_partial_sums, THREADS, pointer("float64"), pointer("float6
 def forward(xp, gradient):
     gradient = xp.ascontiguousarray(gradient)
     aligned = are_aligned(gradient.size, gradient)
-    piece = THREADS * WORDS * access(gradient.dtype, aligned).width
+    piece = THREADS * VECTORS * vector_access(gradient.dtype, aligned).width
     blocks = min(-(-gradient.size // piece), MOST_BLOCKS)
     partial, norm = xp.empty(max(blocks, 1), "float64"), xp.empty((), "float64")
     kernel = squares_kernel(gradient.dtype, aligned)

@@ -11,7 +11,7 @@ Where only log-probabilities are asked for (evaluation, sampling) logits are fp3
 are fp32 in both.
 
 Rows whose target is ignored are computed too and contribute nothing: which rows those are is known
-only on the device. The words beyond vocab_size are padding and get zeros.
+only on the device. The columns beyond vocab_size are padding and get zeros.
 """
 
 import numpy as np

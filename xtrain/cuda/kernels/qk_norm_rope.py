@@ -7,7 +7,7 @@ goes over the token's heads, queries first. `abreast` heads of a token lie side 
 so that 256 bytes in a row are read, and as many in a row written, head by head.
 Forward keeps 1 / rms of every q and k head, fp32. Backward leaves the gains' gradients as one
 partial row a block. Arithmetic is fp32; the frequencies are the reference's, bit for bit.
-The kernel is Numba's, and for bf16 heads of whole words CUDA C++ of the same plan: Numba's takes
+The kernel is Numba's, and for bf16 heads of whole vectors CUDA C++ of the same plan: Numba's takes
 115 registers where C++ takes 64, and the threads that fit hide less of memory's latency (H200, v9:
 0.085 ms forward and 0.145 backward, a copy 0.060 and 0.092).
 
@@ -27,11 +27,11 @@ from xtrain.cuda.compile.launch import SIMULATED, Kernel, device_function, f32, 
 from xtrain.cuda.parts.block import WARP, column_scratch, column_sums, row_sum, thread_index
 from xtrain.cuda.parts.formula import cos, sin, sqrt
 from xtrain.cuda.parts.partials import weight_gradient
-from xtrain.cuda.parts.words import (
-    WORD_BYTES,
-    access,
+from xtrain.cuda.parts.vectors import (
+    VECTOR_BYTES,
     are_aligned,
     scalar_access,
+    vector_access,
     width_of,
 )
 from xtrain.engine.dtype import bfloat16
@@ -66,16 +66,16 @@ class HeadShape(NamedTuple):
 
 def head_shape(heads: int, kv_heads: int, head_dim: int, count: int, *arrays) -> HeadShape:
     """The geometry for `count` tokens with heads of `head_dim` (even) elements in all arrays."""
-    half, word = head_dim // 2, width_of(arrays[0].dtype)
+    half, vector = head_dim // 2, width_of(arrays[0].dtype)
     aligned = are_aligned(half, *arrays)
-    return _head_shape(heads, kv_heads, half, count, word, aligned)
+    return _head_shape(heads, kv_heads, half, count, vector, aligned)
 
 
 @functools.cache  # asked at every launch
-def _head_shape(heads, kv_heads, half, count, word, aligned) -> HeadShape:
-    lanes = math.gcd(half // word if aligned else half, WARP)
+def _head_shape(heads, kv_heads, half, count, vector, aligned) -> HeadShape:
+    lanes = math.gcd(half // vector if aligned else half, WARP)
     abreast = 1
-    while 4 * half * abreast * WORD_BYTES // word <= SEGMENT_BYTES and abreast < WARP // lanes:
+    while 4 * half * abreast * VECTOR_BYTES // vector <= SEGMENT_BYTES and abreast < WARP // lanes:
         abreast *= 2
     tokens = max(MOST_THREADS // (lanes * abreast), 1)
     # Few tokens are spread over more blocks, down to a warp each.
@@ -115,7 +115,7 @@ def angles(shape: HeadShape):
 @functools.cache
 def forward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
     heads, kv_heads, half, lanes, width, abreast, tile, aligned = shape
-    load, store = access(dtype, aligned, width)[1:]
+    load, store = vector_access(dtype, aligned, width)[1:]
     load_gain = scalar_access(gain_dtype)[0]
     total, fill, block = row_sum(lanes), angles(shape), shape.block
     normed, every = heads + kv_heads, heads + 2 * kv_heads
@@ -188,7 +188,7 @@ def forward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
 @functools.cache
 def backward_kernel(dtype, gain_dtype, shape: HeadShape, norms: bool) -> Kernel:
     heads, kv_heads, half, lanes, width, abreast, tile, aligned = shape
-    load, store = access(dtype, aligned, width)[1:]
+    load, store = vector_access(dtype, aligned, width)[1:]
     load_gain = scalar_access(gain_dtype)[0]
     total, fill, block = row_sum(lanes), angles(shape), shape.block
     normed, every = heads + kv_heads, heads + 2 * kv_heads
@@ -321,7 +321,7 @@ def suits_cpp(shape: HeadShape, qkv, gain) -> bool:
     """Whether the kernel in CUDA C++ takes these heads; it has no form for the simulator."""
     fits = qkv.dtype == bfloat16 and shape.aligned and shape.width == width_of(bfloat16)
     fits = fits and (gain is None or gain.dtype == np.float32) and shape.block % WARP == 0
-    return fits and qkv.nbytes // WORD_BYTES < 2**31 and not SIMULATED
+    return fits and qkv.nbytes // VECTOR_BYTES < 2**31 and not SIMULATED
 
 
 @functools.cache

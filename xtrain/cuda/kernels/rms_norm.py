@@ -1,10 +1,10 @@
-"""`rms_norm` and `add_rms_norm`: rows in registers, one pass forward, one and a small one back.
+"""`rms_norm` and `add_rms_norm`: a row is read once, held in registers, and written once.
 
 Forward keeps 1 / sqrt(mean(x**2) + eps) of each row, fp32; one or a few warps take a row. Backward
-goes down the rows with one word of a row a thread, so that the gain and its gradient stay in eight
-registers each, and takes two rows between barriers. It leaves the weight's gradient as one partial
-row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32. For bf16 rows
-backward is CUDA C++ of the same plan, which asks for the next rows before the barrier of these.
+goes down the rows with one vector of a row a thread, so that the gain and its gradient stay in
+eight registers each, and takes two rows between barriers. It leaves the weight's gradient as one
+partial row a block; `partials` adds those up. Loads and stores are 16 bytes, sums are fp32.
+For bf16 rows backward is CUDA C++ and loads the next rows before the barrier of the present ones.
 
 Bytes an element, storage of s bytes: forward 2 s, with residual 4 s; backward 3 s, with residual
 4 s. bf16: 5 loads in flight a thread of a row of 1280 forward, 6 backward.
@@ -29,7 +29,7 @@ from xtrain.cuda.parts.block import (
 from xtrain.cuda.parts.formula import sqrt
 from xtrain.cuda.parts.partials import PARTS, weight_gradient
 from xtrain.cuda.parts.rows import Shape, columns_of, flat_rows, shape_of
-from xtrain.cuda.parts.words import access, rounding
+from xtrain.cuda.parts.vectors import rounding, vector_access
 from xtrain.engine.dtype import bfloat16
 from xtrain.engine.ops.rms_norm import add_rms_norm, rms_norm
 
@@ -41,9 +41,9 @@ MULTIPROCESSORS = 132  # of an H200; fixed, as the order of sums, and with it th
 
 @functools.cache
 def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load, store = access(dtype, aligned)[1:]
-    load_weight = access(weight_dtype, aligned, width).load
+    threads, vectors, width, rows_here, aligned = shape
+    load, store = vector_access(dtype, aligned)[1:]
+    load_weight = vector_access(weight_dtype, aligned, width).load
     total, rounded = row_sum(threads), rounding(dtype)
     values, block = shape.values, shape.block
 
@@ -54,19 +54,19 @@ def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Ke
         v = cuda.local.array(values, float32)
         other = cuda.local.array(values, float32)
         exists = columns if row < rows else 0
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load(x, row * columns + at, exists - at, v, w * width)
         if with_residual:
-            for w in range(words):
+            for w in range(vectors):
                 at = (w * threads + lane) * width
                 load(residual, row * columns + at, exists - at, other, w * width)
             for i in range(values):
                 v[i] = rounded(v[i] + other[i])
-            for w in range(words):
+            for w in range(vectors):
                 at = (w * threads + lane) * width
                 store(s, row * columns + at, exists - at, v, w * width)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load_weight(weight, at, columns - at, other, w * width)
         square = float32(0)
@@ -75,7 +75,7 @@ def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Ke
         scale = float32(1) / sqrt(total(square, scratch) / float32(columns) + eps)
         for i in range(values):
             v[i] = v[i] * scale * other[i]
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             store(y, row * columns + at, exists - at, v, w * width)
         if lane == 0 and row < rows:
@@ -88,9 +88,9 @@ def forward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Ke
 
 @functools.cache
 def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> Kernel:
-    threads, words, width, groups, aligned = shape
-    load, store = access(dtype, aligned)[1:]
-    load_weight = access(weight_dtype, aligned, width).load
+    threads, vectors, width, groups, aligned = shape
+    load, store = vector_access(dtype, aligned)[1:]
+    load_weight = vector_access(weight_dtype, aligned, width).load
     own, block, several = shape.values, shape.block, rows_at_once(shape)
     values, rows_here = several * own, groups * several
     total = row_sums(threads, block, several)
@@ -107,7 +107,7 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
         dweight = cuda.local.array(own, float32)
         dot = cuda.local.array(several, float32)
         scale = cuda.local.array(several, float32)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load_weight(weight, at, columns - at, gain, w * width)
         for i in range(own):
@@ -117,7 +117,7 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
             first = base + group * several
             for r in range(several):
                 exists = columns if first + r < rows else 0
-                for w in range(words):
+                for w in range(vectors):
                     at = (w * threads + lane) * width
                     here, to = (first + r) * columns + at, r * own + w * width
                     load(x, here, exists - at, x_hat, to)
@@ -143,7 +143,7 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
                     if with_residual:
                         gradient[j] += other[j]
                 exists = columns if first + r < rows else 0
-                for w in range(words):
+                for w in range(vectors):
                     at = (w * threads + lane) * width
                     here, to = (first + r) * columns + at, r * own + w * width
                     store(dx, here, exists - at, gradient, to)
@@ -158,7 +158,7 @@ def backward_kernel(dtype, weight_dtype, shape: Shape, with_residual: bool) -> K
 
 def rows_at_once(shape: Shape) -> int:
     """Rows that a thread of backward takes between barriers."""
-    return AT_ONCE if shape.words == 1 else 1
+    return AT_ONCE if shape.vectors == 1 else 1
 
 
 def launch_forward(xp, x, residual, weight, eps):
@@ -193,7 +193,7 @@ def launch_backward(xp, dy, ds, saved, into):
 def suits_cpp(shape: Shape, x, weight) -> bool:
     """Whether the kernel in CUDA C++ takes these rows; it has no form for the simulator."""
     fits = x.dtype == bfloat16 and weight.dtype == np.float32 and x.size > 0
-    return fits and shape.aligned and shape.words == 1 and not SIMULATED
+    return fits and shape.aligned and shape.vectors == 1 and not SIMULATED
 
 
 def _launch_cpp(xp, shape: Shape, arrays: tuple, rows: int):
@@ -201,13 +201,13 @@ def _launch_cpp(xp, shape: Shape, arrays: tuple, rows: int):
     columns, ds = arrays[0].shape[-1], arrays[4]
     # Blocks that a multiprocessor holds: as many as keep about 400 threads there.
     resident = 2 if shape.threads > 160 else 3 if shape.threads > 96 else 4
-    words = columns // shape.width
-    sizes = (f"WORDS={words}", f"RESIDUAL={int(ds is not None)}", f"RESIDENT={resident}")
+    vectors = columns // shape.vector
+    sizes = (f"WORDS={vectors}", f"RESIDUAL={int(ds is not None)}", f"RESIDENT={resident}")
     kernel = nvrtc.function("rms_norm.cu", "rms_norm_backward", sizes)
     blocks = min(-(-rows // AT_ONCE), resident * MULTIPROCESSORS)
     partial = xp.empty((blocks, columns), "float32")
     given = tuple(np.uintp(0) if array is None else array for array in arrays)
-    kernel((blocks,), (-(-words // WARP) * WARP,), (*given, partial, np.int32(rows)))
+    kernel((blocks,), (-(-vectors // WARP) * WARP,), (*given, partial, np.int32(rows)))
     return partial
 
 

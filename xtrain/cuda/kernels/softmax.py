@@ -18,7 +18,7 @@ from xtrain.cuda.compile.launch import Kernel, device_function, i64, pointer
 from xtrain.cuda.parts.block import row_max, row_sum
 from xtrain.cuda.parts.formula import LOG2_E, exp2
 from xtrain.cuda.parts.rows import Shape, flat_rows, shape_of
-from xtrain.cuda.parts.words import access
+from xtrain.cuda.parts.vectors import vector_access
 from xtrain.engine.ops.softmax import softmax
 
 LOG2E = np.float32(LOG2_E)
@@ -39,9 +39,9 @@ def end_key(offsets, has_offsets, sequence, query):
 
 @functools.cache
 def forward_kernel(dtype, out_dtype, shape: Shape, causal, has_starts, has_offsets) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load = access(dtype, aligned).load
-    store = access(out_dtype, aligned, width).store
+    threads, vectors, width, rows_here, aligned = shape
+    load = vector_access(dtype, aligned).load
+    store = vector_access(out_dtype, aligned, width).store
     largest, total = row_max(threads), row_sum(threads)
     values, block = shape.values, shape.block
 
@@ -60,11 +60,11 @@ def forward_kernel(dtype, out_dtype, shape: Shape, causal, has_starts, has_offse
             sequence = here // batch_rows // heads
             low = first_key(starts, has_starts, sequence, query, queries)
             end = min(end_key(offsets, has_offsets, sequence, query), keys)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load(z, here * keys + at, end - at, v, w * width)
         peak = LOWEST
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             for i in range(width):
                 j = w * width + i
@@ -81,7 +81,7 @@ def forward_kernel(dtype, out_dtype, shape: Shape, causal, has_starts, has_offse
         scale = float32(0) if causal and weight == float32(0) else float32(1) / weight
         for i in range(values):
             v[i] *= scale
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             store(p, here * keys + at, keys - at if exists else int64(0), v, w * width)
 
@@ -91,10 +91,10 @@ def forward_kernel(dtype, out_dtype, shape: Shape, causal, has_starts, has_offse
 
 @functools.cache
 def backward_kernel(dtype, p_dtype, out_dtype, shape: Shape, causal, has_offsets) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load = access(dtype, aligned).load
-    load_p = access(p_dtype, aligned, width).load
-    store = access(out_dtype, aligned, width).store
+    threads, vectors, width, rows_here, aligned = shape
+    load = vector_access(dtype, aligned).load
+    load_p = vector_access(p_dtype, aligned, width).load
+    store = vector_access(out_dtype, aligned, width).store
     total = row_sum(threads)
     values, block = shape.values, shape.block
 
@@ -111,7 +111,7 @@ def backward_kernel(dtype, p_dtype, out_dtype, shape: Shape, causal, has_offsets
             query = first + here % batch_rows // group
             sequence = here // batch_rows // heads
             end = min(end_key(offsets, has_offsets, sequence, query), keys)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load_p(p, here * keys + at, end - at, weight, w * width)
             load(dp, here * keys + at, end - at, gradient, w * width)
@@ -121,7 +121,7 @@ def backward_kernel(dtype, p_dtype, out_dtype, shape: Shape, causal, has_offsets
         dot = total(dot, scratch)
         for i in range(values):
             gradient[i] = weight[i] * (gradient[i] - dot)
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             store(dz, here * keys + at, keys - at if exists else int64(0), gradient, w * width)
 

@@ -11,14 +11,14 @@ from numba.types import float32
 from xtrain.cuda.compile.launch import Kernel, i64, pointer
 from xtrain.cuda.parts.formula import sigmoid
 from xtrain.cuda.parts.rows import Shape, flat_rows, spread_of
-from xtrain.cuda.parts.words import access
+from xtrain.cuda.parts.vectors import vector_access
 from xtrain.engine.ops.swiglu import swiglu
 
 
 @functools.cache
 def forward_kernel(dtype, shape: Shape) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load, store = access(dtype, aligned)[1:]
+    threads, vectors, width, rows_here, aligned = shape
+    load, store = vector_access(dtype, aligned)[1:]
     values = shape.values
 
     def swiglu_forward(gate_up, y, rows, columns):
@@ -27,13 +27,13 @@ def forward_kernel(dtype, shape: Shape) -> Kernel:
         gate = cuda.local.array(values, float32)
         up = cuda.local.array(values, float32)
         exists = columns if row < rows else 0
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load(gate_up, 2 * row * columns + at, exists - at, gate, w * width)
             load(gate_up, (2 * row + 1) * columns + at, exists - at, up, w * width)
         for i in range(values):
             gate[i] = gate[i] * sigmoid(gate[i]) * up[i]
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             store(y, row * columns + at, exists - at, gate, w * width)
 
@@ -42,8 +42,8 @@ def forward_kernel(dtype, shape: Shape) -> Kernel:
 
 @functools.cache
 def backward_kernel(dtype, shape: Shape) -> Kernel:
-    threads, words, width, rows_here, aligned = shape
-    load, store = access(dtype, aligned)[1:]
+    threads, vectors, width, rows_here, aligned = shape
+    load, store = vector_access(dtype, aligned)[1:]
     values = shape.values
 
     def swiglu_backward(gate_up, dy, dgate_up, rows, columns):
@@ -53,7 +53,7 @@ def backward_kernel(dtype, shape: Shape) -> Kernel:
         up = cuda.local.array(values, float32)
         gradient = cuda.local.array(values, float32)
         exists = columns if row < rows else 0
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             load(gate_up, 2 * row * columns + at, exists - at, gate, w * width)
             load(gate_up, (2 * row + 1) * columns + at, exists - at, up, w * width)
@@ -63,7 +63,7 @@ def backward_kernel(dtype, shape: Shape) -> Kernel:
             scaled = gradient[i] * s
             gradient[i] = scaled * gate[i]
             gate[i] = scaled * up[i] * (float32(1) + gate[i] * (float32(1) - s))
-        for w in range(words):
+        for w in range(vectors):
             at = (w * threads + lane) * width
             store(dgate_up, 2 * row * columns + at, exists - at, gate, w * width)
             store(dgate_up, (2 * row + 1) * columns + at, exists - at, gradient, w * width)

@@ -1,6 +1,6 @@
 """Instructions that Numba has no name for, as LLVM: 16-byte access, bit casts, bf16 rounding.
 
-Only imported where Numba compiles for a GPU; `words.py` has each one's simulator form.
+Only imported where Numba compiles for a GPU; `vectors.py` has each one's simulator form.
 """
 
 from llvmlite import ir
@@ -27,9 +27,9 @@ def _vector_access(count: int):
     @intrinsic
     def load(typing_context, array, start):
         def emit(context, builder, signature, args):
-            word = builder.load(address(context, builder, *args, signature.args[1]))
-            word.align = 4 * count
-            parts = [builder.extract_element(word, _INT32(i)) for i in range(count)]
+            loaded = builder.load(address(context, builder, *args, signature.args[1]))
+            loaded.align = 4 * count
+            parts = [builder.extract_element(loaded, _INT32(i)) for i in range(count)]
             return context.make_tuple(builder, several, parts)
 
         return several(array, start), emit
@@ -37,12 +37,12 @@ def _vector_access(count: int):
     @intrinsic
     def store(typing_context, array, start, values):
         def emit(context, builder, signature, args):
-            word = ir.Constant(vector, ir.Undefined)
+            stored = ir.Constant(vector, ir.Undefined)
             for i in range(count):
                 part = builder.extract_value(args[2], i)
-                word = builder.insert_element(word, part, _INT32(i))
+                stored = builder.insert_element(stored, part, _INT32(i))
             target = address(context, builder, args[0], args[1], signature.args[1])
-            builder.store(word, target).align = 4 * count
+            builder.store(stored, target).align = 4 * count
             return context.get_dummy_value()
 
         return types.void(array, start, several), emit

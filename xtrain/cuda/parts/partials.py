@@ -12,7 +12,7 @@ from numba import cuda
 from numba.types import float32
 
 from xtrain.cuda.compile.launch import Kernel, i64, pointer
-from xtrain.cuda.parts.words import scalar_access
+from xtrain.cuda.parts.vectors import scalar_access
 
 COLUMNS = 32  # of a block; neighbouring threads read neighbouring columns
 LANES = 16  # threads that share a column

@@ -1,10 +1,10 @@
 """Sixteen bytes at a time: how memory-bound kernels read and write fp32 and bf16 arrays.
 
-A word is 16 bytes: 4 fp32 or 8 bf16 elements, widened to fp32 in the registers (a local array with
-constant indices) of one thread. One 16-byte load a thread and several of them in flight are what
-reaches the bandwidth of a copy. Storing bf16 rounds to nearest, ties to even.
+A vector is 16 bytes: 4 fp32 or 8 bf16 elements, widened to fp32 in the registers (a local array
+with constant indices) of one thread. One 16-byte load a thread and several of them in flight are
+what reaches the bandwidth of a copy. Storing bf16 rounds to nearest, ties to even.
 
-Where a row is no multiple of a word, or an address is not aligned, the same kernels are compiled
+Where a row is no multiple of a vector, or an address is not aligned, the same kernels are compiled
 with element-wise access. A kernel's array is a pointer to uint16 (bf16 bits) or float32.
 """
 
@@ -17,7 +17,7 @@ from numba.types import float32, uint16, uint32
 
 from xtrain.cuda.compile.launch import SIMULATED, device_function, storage_name
 
-WORD_BYTES = 16
+VECTOR_BYTES = 16
 
 
 class Access(NamedTuple):
@@ -26,7 +26,7 @@ class Access(NamedTuple):
     load(array, start, left, values, at): values[at:at + width] = array[start:start + width]
     store(array, start, left, values, at): the reverse.
     left: how many of the elements from `start` on exist; the others load as 0, are not stored.
-    By whole words it is all or nothing, decided by left > 0.
+    By whole vectors it is all or nothing, decided by left > 0.
     """
 
     width: int
@@ -36,51 +36,51 @@ class Access(NamedTuple):
 
 @functools.cache
 def width_of(dtype) -> int:
-    """Elements in a word."""
-    return WORD_BYTES // np.dtype(dtype).itemsize
+    """Elements in a vector."""
+    return VECTOR_BYTES // np.dtype(dtype).itemsize
 
 
 def are_aligned(row_elements: int, *arrays) -> bool:
-    """Whether rows of that many elements start and end on whole words, in all arrays not None."""
+    """Whether rows of that many elements start and end on whole vectors, in all arrays not None."""
     for a in arrays:  # asked at every launch: a generator would take twice as long
         if a is None:
             continue
-        if row_elements * a.itemsize % WORD_BYTES or not (
-            SIMULATED or a.data.ptr % WORD_BYTES == 0
+        if row_elements * a.itemsize % VECTOR_BYTES or not (
+            SIMULATED or a.data.ptr % VECTOR_BYTES == 0
         ):
             return False
     return True
 
 
 @functools.cache
-def access(dtype, aligned: bool, width: int | None = None) -> Access:
-    """How to reach fp32 or bf16 elements: by word when aligned, else one by one.
+def vector_access(dtype, aligned: bool, width: int | None = None) -> Access:
+    """How to reach fp32 or bf16 elements: by vector when aligned, else one by one.
 
-    width: elements a piece, a word's when not given: several words, or half a word of bf16. Other
-    pieces go one by one.
+    width: elements a piece, a vector's when not given: several vectors, or half a vector of bf16.
+    Other pieces go one by one.
     """
-    storage, word = storage_name(dtype), width_of(dtype)
-    width = word if width is None else width
-    if aligned and storage == "uint16" and 2 * width == word:
+    storage, vector = storage_name(dtype), width_of(dtype)
+    width = vector if width is None else width
+    if aligned and storage == "uint16" and 2 * width == vector:
         return Access(width, load_bf16_half, store_bf16_half)
-    if not aligned or width % word:
+    if not aligned or width % vector:
         return Access(width, *_element_access(storage, width))
     pair = (load_fp32, store_fp32) if storage == "float32" else (load_bf16, store_bf16)
-    return Access(width, *(pair if width == word else _several(*pair, word, width)))
+    return Access(width, *(pair if width == vector else _several(*pair, vector, width)))
 
 
-def _several(load_one: Callable, store_one: Callable, word: int, width: int):
+def _several(load_one: Callable, store_one: Callable, vector: int, width: int):
     @device_function
-    def load_words(array, start, left, values, at):
-        for i in range(0, width, word):
+    def load_vectors(array, start, left, values, at):
+        for i in range(0, width, vector):
             load_one(array, start + i, left - i, values, at + i)
 
     @device_function
-    def store_words(array, start, left, values, at):
-        for i in range(0, width, word):
+    def store_vectors(array, start, left, values, at):
+        for i in range(0, width, vector):
             store_one(array, start + i, left - i, values, at + i)
 
-    return load_words, store_words
+    return load_vectors, store_vectors
 
 
 def _element_access(storage: str, width: int):
@@ -199,8 +199,8 @@ def high(bits):
     return float_of(uint32(bits & uint32(0xFFFF0000)))
 
 
-# A word that does not exist is read from the array's start and then dropped: a load that no branch
-# guards does not keep the next one waiting.
+# A vector that does not exist is read from the array's start and then dropped: a load that no
+# branch guards does not keep the next one waiting.
 
 
 @device_function
