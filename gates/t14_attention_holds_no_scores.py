@@ -20,7 +20,6 @@ from unittest import mock
 import numpy as np
 
 from gates.instruments import attention_peer, paired
-from gates.instruments.peak import peak_bytes
 from gates.instruments.real_step import on, three_steps
 from gates.judging.gate import Defect, Gate, NotMeasured
 from xtrain.assemble.learner import build
@@ -158,7 +157,7 @@ def _memory_change(device: str, seq_len: int) -> float:
 def _peak(run) -> int:
     """Bytes that a step takes beside the weights, gradients and moments."""
     learner = build(run, initialize=False)
-    return peak_bytes(learner.device, lambda: three_steps(run, learner))
+    return learner.device.peak_of(lambda: three_steps(run, learner))
 
 
 def _memory_attention(name: str) -> str:
