@@ -40,7 +40,8 @@ def run(place, *arguments, **environment):
 def test_a_new_op_is_found_tested_simulated_and_timed(tmp_path):
     place = tree(tmp_path)
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "doubled")
-    assert "8 passed" in run(place, *pytest, "tests/test_ops.py")
+    checks = run(place, *pytest, "tests/test_ops.py")
+    assert int(re.search(r"(\d+) passed", checks)[1]) >= 8
     simulated = run(place, *pytest, "tests/cuda/test_simulator_ops.py", NUMBA_ENABLE_CUDASIM="1")
     assert "1 passed" in simulated
     ops = ["ops", "--op", "doubled", "--model", "v0", "--batch", "1", "--seq", "8", "--json"]
