@@ -7,7 +7,6 @@ and `eval.against=` compares it with an earlier one of the same set.
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,8 +26,18 @@ from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror
 from xtrain.track.run_dir import RunDir, open_run
 from xtrain.track.store_address import check_store, store_uri
+from xtrain.typed_json import read_json
 
 RESULT = "eval.json"
+RESULT_SHAPE = {
+    "model": {"from": str},
+    "set": {"name": str, "sha256": str},
+    "loss": float,
+    "standard_error": float,
+    "perplexity": float,
+    "bits_per_byte": float,
+    "bits_per_byte_standard_error": float,
+}
 COLUMNS = ("model", "loss", "std. error", "perplexity", "bits/byte", "std. error", "set")
 
 
@@ -73,11 +82,9 @@ def read_result(path: str) -> dict:
     """The content of an eval.json, or of the one in a run directory. UsageError if it is none."""
     file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
     try:
-        result = json.loads(file.read_text("utf-8"))
-        _ = row(result), result["set"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_json(file, RESULT_SHAPE)
+    except (FileNotFoundError, UsageError) as error:
         raise UsageError(f"eval.against={path}: not a result of phase=eval ({error})") from error
-    return result
 
 
 def may_have_seen(origin: Origin, run: RunConfig) -> bool:

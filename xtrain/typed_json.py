@@ -79,17 +79,22 @@ def read_json(path: str | Path, shape: object) -> object:
     one that cannot be read, is no JSON or has another shape.
     """
     try:
-        with open_regular(Path(path)) as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        return checked(parse(text), shape)
+        return checked(parse(read_bounded(Path(path))), shape)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}") from error
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a regular file of at most MAX_BYTES. Raises OSError and ValueError."""
+    with open_regular(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES} bytes")
+    return content
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from xtrain.data.tokenizers.gpt2 import Tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.disk import sync
 from xtrain.errors import UsageError, is_of_the_disk, write_error
+from xtrain.typed_json import parse, read_bounded
 
 Progress = Callable[[int, int | None], None]
 
@@ -360,7 +361,7 @@ def _open(directory: Path, tokenizer: Tokenizer) -> Prepared:
     heldout = open_shard(directory / "heldout.bin", **made)
     path = directory / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse(read_bounded(path))
         recorded = [manifest[part]["sha256"] for part in ("train", "heldout")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: damaged; delete {directory} and prepare again") from error

@@ -30,6 +30,7 @@ from xtrain.data.tokenizers.encoded import Encoded, UnreadableText
 from xtrain.data.tokenizers.gpt2 import Tokenizer, load_gpt2
 from xtrain.disk import sync
 from xtrain.errors import UsageError, is_of_the_disk, write_error
+from xtrain.typed_json import parse, read_bounded
 
 # Raised when the same recipe gives other tokens.
 _RECIPE = 1
@@ -165,7 +166,7 @@ def read_eval_set(directory: Path) -> EvalSet:
     shard = open_shard(directory / "tokens.bin")
     path = directory / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse(read_bounded(path))
         stated = (manifest["sha256"], manifest["tokens"], manifest["tokenizer"])
         named = (manifest["name"], manifest["bytes"])
     except (OSError, ValueError, KeyError, TypeError) as error:

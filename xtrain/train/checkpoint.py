@@ -27,6 +27,7 @@ from xtrain.errors import UsageError, write_error
 from xtrain.models.hf import named_tensors
 from xtrain.models.tensor_file import put, read_header, write_tensors
 from xtrain.train.optimizer import AdamW
+from xtrain.typed_json import read_bounded
 
 FORMAT = "xtrain checkpoint 1"
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -101,10 +102,10 @@ def _write(
 def load_manifest(path: Path, *, verify: bool = True) -> Checkpoint:
     """Open a checkpoint directory and check it; UsageError names the file that is damaged."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads(read_bounded(path / "manifest.json"))
     except FileNotFoundError:
         raise UsageError(f"{path} is not a checkpoint: it has no manifest.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"checkpoint {path}: manifest.json is damaged ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UsageError(f"{path} is not a checkpoint of this program ({FORMAT} expected)")
