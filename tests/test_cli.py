@@ -42,6 +42,8 @@ BAD = [
     (["seed=[1"], "cannot read 'seed=[1'", "quote"),
     (["out=${nope}"], "out", "'nope' not found"),
     (["out="], "out is empty", ""),
+    ([f"out={'x' * 5000}"], "(5,000 characters)", "longer than 255 bytes"),
+    ([f"out={'x/' * 2500}"], "(5,000 characters)", "longer than 3584 bytes"),
     (["device=gpu"], "device=gpu", "choose one of auto, cpu, cuda"),
     (["launch=threds"], "launch=threds", "choose one of single"),
     (["optim.schedule=cosin"], "optim.schedule=cosin", "nearest: cosine"),

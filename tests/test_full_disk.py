@@ -101,6 +101,32 @@ def test_a_full_disk_leaves_no_part_of_a_checkpoint_and_the_one_before(tmp_path)
     assert len(lines) == 1 and "checkpoints/2: No space left on device" in lines[0]
 
 
+APPEND = """
+import contextlib, json
+from gates.judging.ledger import Ledger
+from xtrain.command.ending import guarded
+
+ledger = Ledger("full/outputs/ledger.jsonl")
+ledger.append({"kind": "note", "text": "short"})
+with contextlib.suppress(OSError), open("full/filler", "wb", buffering=0) as file:
+    while file.write(bytes(1024)):
+        pass
+
+def append():
+    ledger.append({"kind": "note", "text": "long" * 5000})
+    return 0
+
+print(json.dumps([guarded("xtrain", append), [entry["text"] for entry in ledger.entries()]]))
+"""
+
+
+@needs_mounts
+def test_a_full_disk_leaves_no_part_of_a_ledger_entry(tmp_path):
+    code, left, lines = on_a_disk(tmp_path, "100k", APPEND)
+    assert (code, left) == (1, ["short"])
+    assert len(lines) == 1 and "outputs/ledger.jsonl: No space left on device; free" in lines[0]
+
+
 RUN = """
 import json, os, pathlib, shutil, subprocess, sys
 from pipelines.__main__ import main

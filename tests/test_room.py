@@ -102,24 +102,47 @@ def test_an_array_that_found_no_memory_is_one_line(v0, capsys):
     assert capsys.readouterr().err == "xtrain: memory is full: Unable to allocate 9 GiB\n"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
-def test_the_command_refuses_a_run_beyond_the_limit_of_its_shell_and_writes_nothing(tmp_path):
-    (tmp_path / "text.txt").write_text("The people sent letters.\n" * 400)
-    keys = ["run=v9", "features.precision=fp32", "features.remat=none", "data=text"]
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
+
+
+def refusal(directory, gigabytes, *keys):
+    """The last line of a command that may hold so much and is refused with exit code 2."""
+    (directory / "text.txt").write_text("The people sent letters.\n" * 400)
+    limit = gigabytes * GB
     result = subprocess.run(
-        [sys.executable, "-m", "pipelines", *keys, "data.path=text.txt", "device=cpu"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "pipelines", *keys, "data=text", "data.path=text.txt", "device=cpu"],
+        cwd=directory,
         env=environment() | {"OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (5 * GB, 5 * GB)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
         capture_output=True,
         text=True,
         check=False,
     )
-    *_, last = result.stderr.splitlines()
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    return result.stderr.splitlines()[-1]
+
+
+@needs_proc
+def test_the_command_refuses_a_run_beyond_the_limit_of_its_shell_and_writes_nothing(tmp_path):
+    keys = ["run=v9", "features.precision=fp32", "features.remat=none"]
+    last = refusal(tmp_path, 5, *keys)
     assert last.startswith("xtrain: run=v9 needs ") and "the limit of ulimit -v leaves" in last
     assert "are needed even with train.batch_size=1" in last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@needs_proc
+def test_a_sequence_of_20000_tokens_that_does_not_fit_is_one_line(tmp_path):
+    keys = ["train.seq_len=20000", "model.max_position_embeddings=20000", "optim.warmup_steps=0"]
+    last = refusal(tmp_path, 5, "run=v0", *keys)
+    assert last.startswith("xtrain: run=v0 needs ") and "the limit of ulimit -v leaves" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@needs_proc
+def test_a_place_where_nothing_can_be_made_is_one_line(tmp_path):
+    last = refusal(tmp_path, 5, "run=v0", "out=/proc/x")
+    assert last == "xtrain: /proc/x/data: cannot write the data cache: No such file or directory"
 
 
 def test_a_gpu_s_run_is_not_held_against_the_host_s_memory(v0):

@@ -12,6 +12,7 @@ why, until when). A line without its newline is the append that a kill interrupt
 acknowledged, so readers pass over it and the next append removes it.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -41,7 +42,7 @@ from gates.judging.signing import (
 )
 from xtrain.config.check import DEVICES, OPS, Check
 from xtrain.config.check import REPORTED as WITHOUT_BAR
-from xtrain.errors import UsageError
+from xtrain.errors import UsageError, is_of_the_disk, write_error
 from xtrain.typed_json import TIME, Matching, OneOf, checked, parse
 
 FILE = "ledger.jsonl"
@@ -112,13 +113,16 @@ class Ledger:
     def append(self, entry: Mapping) -> dict:
         """Chain, write and fsync one entry; return it with date, previous and hash.
 
-        Appends of several processes are serialised by a lock on the file. Raises UsageError when
-        the file cannot be written or its last entry is not readable.
+        Appends of several processes are serialised by a lock on the file. Raises WriteError when
+        the disk refuses it, and then nothing of the entry is left; UsageError when the file cannot
+        be opened or its last entry is not readable.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
+            if is_of_the_disk(error):
+                raise write_error(self.path, error) from error
             raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -194,11 +198,11 @@ class Ledger:
         os.lseek(descriptor, complete, os.SEEK_SET)
         try:
             if os.write(descriptor, line) != len(line):
-                raise OSError(28, "no space left on device")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(descriptor)
         except OSError as error:
             os.ftruncate(descriptor, complete)
-            raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
+            raise write_error(self.path, error) from error
         return chained
 
     def _lines(self) -> Iterator[dict]:
