@@ -60,7 +60,7 @@ ENGINE = (
         f"{OPS}rms_norm.py",
         "rstd = 1 / xp.sqrt((x32 * x32).mean(-1, keepdims=True) + eps)",
         "rstd = 1 / xp.sqrt((x32 * x32).mean(-1, keepdims=True))",
-        "tests/test_ops.py -k kernel_equals and rms_norm",
+        "tests/test_ops.py -k equals_the_float64 and rms_norm",
         "t4:kernel_errors",
     ),
     M(
@@ -81,14 +81,14 @@ ENGINE = (
         f"{OPS}attention.py",
         "mask = key <= position[:, :, None]",
         "mask = key < position[:, :, None] + 2",
-        "tests/test_ops.py -k kernel_equals and attention",
+        "tests/test_ops.py -k equals_the_float64 and attention",
         "t4:kernel_errors",
     ),
     M(
         f"{OPS}attention.py",
         "return x.reshape(B, kv_heads, H // kv_heads, T, Dh)",
         "return x.reshape(B, H // kv_heads, kv_heads, T, Dh).swapaxes(1, 2)",
-        "tests/test_ops.py -k kernel_equals and attention",
+        "tests/test_ops.py -k equals_the_float64 and attention",
         "t4:kernel_errors",
     ),
     M(
@@ -102,7 +102,7 @@ ENGINE = (
         f"{OPS}qk_norm_rope.py",
         "[first * cos - second * sin, second * cos + first * sin]",
         "[first * cos + second * sin, second * cos - first * sin]",
-        "tests/test_ops.py -k kernel_equals and qk_norm_rope",
+        "tests/test_ops.py -k equals_the_float64 and qk_norm_rope",
         "t4:kernel_errors",
     ),
     M(
@@ -116,7 +116,7 @@ ENGINE = (
         LOSS,
         "loss = -picked(xp, logp, flat).astype(xp.float64).sum() * scale.astype(xp.float64)",
         "loss = -picked(xp, logp, flat).astype(xp.float64).mean() * scale.astype(xp.float64)",
-        "tests/test_ops.py -k kernel_equals and linear_cross_entropy",
+        "tests/test_ops.py -k equals_the_float64 and linear_cross_entropy",
         "t4:kernel_errors",
     ),
     M(
@@ -154,7 +154,7 @@ KERNELS = (
         "xtrain/cpu/global_norm.py",
         "blocks = (gradient.size + BLOCK - 1) // BLOCK",
         "blocks = max(gradient.size // BLOCK, 1)",
-        "tests/test_ops.py -k kernel_equals and global_norm",
+        "tests/test_ops.py -k equals_the_float64 and global_norm",
         "t4:kernel_errors",
     ),
     M(

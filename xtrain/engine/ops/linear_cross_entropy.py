@@ -119,6 +119,7 @@ SHAPES = (
     ("one_token", (1,), 4, 11, 11),
     ("padded_words", (3, 5), 8, 50, 64),
     ("ragged", (37,), 12, 301, 320),
+    ("few_words", (12,), 4, 3, 16),  # so that word 0 is among the targets
 )
 
 
