@@ -1,6 +1,7 @@
 """MLflow holds what the run directory holds, and whatever its database does, training goes on."""
 
 import http.server
+import json
 import os
 import shutil
 import signal
@@ -296,6 +297,51 @@ def test_credentials_of_the_store_are_written_nowhere_and_said_nowhere(here, mon
     assert len(written) > 2 and len(said) > 1
     for text in [*written, *said]:
         assert "pa55word" not in text and "t0ken" not in text and "ada:" not in text
+
+
+class Tracker(http.server.BaseHTTPRequestHandler):
+    """A tracking server that takes whatever it is told; what is told is kept."""
+
+    def _answer(self):
+        size = int(self.headers.get("Content-Length", 0))
+        self.server.told.append(self.path.partition("?")[2] + self.rfile.read(size).decode())
+        info = {"run_id": "7" * 32, "run_uuid": "7" * 32, "experiment_id": "1"}
+        info |= {"status": "RUNNING", "lifecycle_stage": "active", "artifact_uri": "mlruns"}
+        experiment = {"experiment_id": "1", "name": "xtrain-v0", "lifecycle_stage": "active"}
+        answer = {"experiment": experiment, "experiment_id": "1", "runs": []}
+        content = json.dumps(answer | {"run": {"info": info, "data": {}}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PATCH = _answer
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_credentials_of_the_store_are_not_told_to_mlflow_as_data(here, monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Tracker) as server:
+        server.told = []
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        uri = f"http://ada:pa55word@127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        run = make_run(here)
+        log_steps(run, range(1, 4))
+        mirror = Mirror(run, interval_s=0.05).start()
+        mirror.tag("xtrain.eval_set", "sotu_v1")
+        mirror.flush()
+        run.set_status("FINISHED")
+        said = mirror.close("FINISHED")
+        server.shutdown()
+        thread.join()
+    told = "\n".join(server.told)
+    assert said == "" and "xtrain.directory" in told and "sotu_v1" in told and "loss" in told
+    assert "pa55word" not in told and "ada:" not in told
 
 
 @pytest.mark.parametrize("content", ["[1]", "", '{"run_id": 7}', "null", '{"artifacts": [["/x"]]}'])
