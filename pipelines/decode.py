@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gates.judging.ledger import Ledger
 from gates.judging.promote import granted_by
+from xtrain.assemble.estimate import asking_memory_bytes
 from xtrain.assemble.learner import Learner, build
 from xtrain.assemble.origin import Origin, adopt, find_origin, load_origin
 from xtrain.command.streams import is_lost, shown
@@ -18,6 +19,7 @@ from xtrain.data.tokenizers.imported import end_ids, load_tokenizer
 from xtrain.errors import UsageError
 from xtrain.infer.generate import stream
 from xtrain.track.registry import register_owed
+from xtrain.track.room import Room, room
 from xtrain.track.store_address import check_store, sqlite_path, store_uri
 
 UNFINISHED = "\ufffd"  # what bytes decode to that are the beginning of a character
@@ -31,6 +33,7 @@ def decode(run: RunConfig, typed: Sequence[str], say: Callable[[str], None]) -> 
     """
     origin = trained_model(run)
     run = fitted(run, origin, typed)
+    check_room_to_ask(run, room() if run.device == "cpu" else None)
     learner = trained_learner(run, origin)
     tokenizer = load_tokenizer(run.data.tokenizer)
     stops = {tokenizer.eot} if origin.is_checkpoint else {tokenizer.eot, *end_ids(origin.path)}
@@ -95,6 +98,20 @@ def fitted(run: RunConfig, origin: Origin, typed: Sequence[str]) -> RunConfig:
         seq_len = min(run.train.seq_len, origin.model.max_position_embeddings)
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, seq_len=seq_len))
     return adopt(run, origin, typed)
+
+
+def check_room_to_ask(run: RunConfig, bound: Room | None) -> None:
+    """Raise UsageError when a trained model on a CPU needs more than this process may hold."""
+    if bound is None:
+        return
+    needed = asking_memory_bytes(run, run.device)
+    if needed.largest > bound.bytes:
+        remedy = "; a smaller train.batch_size or train.seq_len takes less"
+        raise UsageError(
+            f"run={run.name} needs {needed.largest / 1e9:.3g} GB for {needed.fullest}, "
+            f"{bound.bound} leaves {bound.bytes / 1e9:.3g} GB"
+            f"{remedy if run.phase.name == 'eval' else ''}"
+        )
 
 
 def trained_learner(run: RunConfig, origin: Origin) -> Learner:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gates.judging.table import print_table
-from pipelines.decode import fitted, trained_learner, trained_model
+from pipelines.decode import check_room_to_ask, fitted, trained_learner, trained_model
 from pipelines.end import end_run
 from xtrain.assemble.learner import measure_on_set
 from xtrain.assemble.origin import Origin, check_vocabulary
@@ -24,6 +24,7 @@ from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.errors import Interrupted, UsageError
 from xtrain.track.machine import device_facts
 from xtrain.track.mirror import Mirror
+from xtrain.track.room import room
 from xtrain.track.run_dir import RunDir, open_run
 from xtrain.track.store_address import check_store, store_uri
 from xtrain.typed_json import read_json
@@ -51,6 +52,7 @@ def evaluate_run(run: RunConfig, typed: Sequence[str], say: Callable[[str], None
     origin = trained_model(run)
     run = fitted(run, origin, typed)
     check_vocabulary(run)
+    check_room_to_ask(run, room() if run.device == "cpu" else None)
     tokenizer = load_tokenizer(run.data.tokenizer)
     cache = data_cache(Path(run.out)) / "eval"
     chosen = open_eval_set(run.eval, cache_dir=cache, tokenizer=tokenizer)

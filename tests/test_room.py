@@ -1,5 +1,6 @@
 """A run whose memory is not there is refused on a CPU before it starts, in one line that helps."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 from kill_and_resume import environment
 
+from pipelines.decode import check_room_to_ask
 from pipelines.run import check_room, saying_what_would_fit
-from xtrain.assemble.estimate import run_memory_bytes
+from xtrain.assemble.estimate import asking_memory_bytes, run_memory_bytes
 from xtrain.command.ending import guarded
 from xtrain.config.compose import compose, load_run
 from xtrain.errors import OutOfDeviceMemory, UsageError
@@ -105,7 +107,7 @@ def test_an_array_that_found_no_memory_is_one_line(v0, capsys):
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells")
 
 
-def refusal(directory, gigabytes, *keys):
+def refusal(directory, gigabytes, *keys, kind=resource.RLIMIT_AS):
     """The last line of a command that may hold so much and is refused with exit code 2."""
     (directory / "text.txt").write_text("The people sent letters.\n" * 400)
     limit = gigabytes * GB
@@ -113,7 +115,7 @@ def refusal(directory, gigabytes, *keys):
         [sys.executable, "-m", "pipelines", *keys, "data=text", "data.path=text.txt", "device=cpu"],
         cwd=directory,
         env=environment() | {"OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        preexec_fn=lambda: resource.setrlimit(kind, (limit, limit)),
         capture_output=True,
         text=True,
         check=False,
@@ -143,6 +145,51 @@ def test_a_sequence_of_20000_tokens_that_does_not_fit_is_one_line(tmp_path):
 def test_a_place_where_nothing_can_be_made_is_one_line(tmp_path):
     last = refusal(tmp_path, 5, "run=v0", "out=/proc/x")
     assert last == "xtrain: /proc/x/data: cannot write the data cache: No such file or directory"
+
+
+@pytest.mark.parametrize(("phase", "says"), [("decode", "decoding"), ("eval", "evaluation")])
+def test_a_trained_model_that_just_fits_is_asked_and_one_byte_less_is_refused(phase, says):
+    run = load_run(compose(["run=v0", "device=cpu", f"phase={phase}"]))
+    needed = asking_memory_bytes(run, "cpu").largest
+    assert needed < run_memory_bytes(run, "cpu").largest
+    check_room_to_ask(run, Room(needed, "this machine's memory"))
+    check_room_to_ask(replace(run, device="cuda"), None)
+    with pytest.raises(UsageError, match=f"^run=v0 needs .* GB for {says}, this machine's memory"):
+        check_room_to_ask(run, Room(needed - 1, "this machine's memory"))
+
+
+@needs_proc
+@pytest.mark.parametrize("keys", [["phase=decode", "prompt=Once"], ["phase=eval", "eval=sotu_v1"]])
+def test_the_command_refuses_to_ask_a_model_beyond_the_limit_of_its_shell(tmp_path, keys):
+    shape = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 50257,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    count = 1_512_336_384  # weights of that shape, in a file with a hole instead of them
+    one = {"x": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}
+    header = json.dumps(one).encode()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + 4 * count)
+    # Not `ulimit -v`: the file is mapped to read its header, which counts there.
+    keys = ["run=v0", *keys, "init_from=model"]
+    last = refusal(tmp_path, 5, *keys, kind=resource.RLIMIT_DATA)
+    assert last.startswith("xtrain: run=v0 needs ") and "the limit of ulimit -d leaves" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
 def test_a_gpu_s_run_is_not_held_against_the_host_s_memory(v0):

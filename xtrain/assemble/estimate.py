@@ -96,12 +96,8 @@ def run_memory_bytes(run: RunConfig, device_class: str) -> Stages:
     """What every stage of a run holds on `cpu` or `cuda`. Raises UsageError as check_features."""
     features = resolve_features(run, device_class)
     memory = training_memory_bytes(run, device_class)
-    tokens = run.train.batch_size * run.train.seq_len
     size = 2 if features.precision == "bf16" else 4
-    halves = _block_bytes(run, features, device_class)
-    # Without a tape: the pair that a block was given and the one that it makes, and its half.
-    passing = tokens * (4 * size * run.model.hidden_size + max(halves))
-    asked = passing + _logit_bytes(run.model, tokens, device_class, False)
+    asked = _asked_bytes(run, device_class)
     pieces = 2 * min(PIECE_BYTES, 4 * run.model.vocab_size * run.model.hidden_size)
     held = PROCESS_BYTES if device_class == "cpu" else 0
     stages = {
@@ -112,6 +108,16 @@ def run_memory_bytes(run: RunConfig, device_class: str) -> Stages:
         "measuring again": memory.weights + max(asked, pieces),
     }
     return Stages({name: held + needed for name, needed in stages.items()})
+
+
+def asking_memory_bytes(run: RunConfig, device_class: str) -> Stages:
+    """What a trained model holds that is asked for losses (phase=eval) or texts (phase=decode)."""
+    memory = training_memory_bytes(run, device_class)
+    size = 2 if resolve_features(run, device_class).precision == "bf16" else 4
+    held = memory.weights + (PROCESS_BYTES if device_class == "cpu" else 0)
+    if run.phase.name == "eval":
+        return Stages({"evaluation": held + _asked_bytes(run, device_class)})
+    return Stages({"decoding": held + _cache_bytes(run.model, 1, run.decode.max_new_tokens, size)})
 
 
 def what_would_fit(run: RunConfig, device_class: str, total_bytes: int) -> str:
@@ -246,10 +252,24 @@ def _backward_bytes(run: RunConfig, features: Features, device_class: str) -> in
     return again + size * D + max(attention, swiglu)
 
 
+def _asked_bytes(run: RunConfig, device_class: str) -> int:
+    """Bytes of a micro-batch's losses without a tape, beside the weights."""
+    features = resolve_features(run, device_class)
+    tokens = run.train.batch_size * run.train.seq_len
+    size = 2 if features.precision == "bf16" else 4
+    halves = _block_bytes(run, features, device_class)
+    # The pair that a block was given and the one that it makes, and its half.
+    passing = tokens * (4 * size * run.model.hidden_size + max(halves))
+    return passing + _logit_bytes(run.model, tokens, device_class, False)
+
+
 def _sample_bytes(run: RunConfig, size: int) -> int:
-    """Bytes of the cache of keys and values of a run's samples, and of their logits."""
-    config, rows = run.model, len(run.train.prompts)
-    positions = min(config.max_position_embeddings, 512 + run.train.sample_tokens)
+    return _cache_bytes(run.model, len(run.train.prompts), run.train.sample_tokens, size)
+
+
+def _cache_bytes(config: Qwen3Config, rows: int, new_tokens: int, size: int) -> int:
+    """Bytes of the cache of keys and values of texts that are continued, and of their logits."""
+    positions = min(config.max_position_embeddings, 512 + new_tokens)
     kept = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
     return rows * (positions * kept * size + 2 * 4 * padded_vocab(config))
 
