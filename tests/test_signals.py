@@ -49,12 +49,19 @@ def with_a_store(tmp_path, empty_store):
     shutil.copy(empty_store, tmp_path / "mlflow.db")
 
 
+def heed() -> None:
+    """Under nohup or in the background of a script the signals would be ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def signalled(here: Path, *plan: str, arguments=TINY) -> subprocess.CompletedProcess:
     (here / "text.txt").write_text(TEXT)
     return subprocess.run(
         [sys.executable, "-c", SIGNALLED, "\n".join(plan), "--config-dir", CONF, *arguments],
         cwd=here,
         env=environment(),
+        preexec_fn=heed,
         capture_output=True,
         text=True,
     )
@@ -156,6 +163,7 @@ def test_ctrl_c_while_a_run_is_composed_is_130_and_one_line(tmp_path):
         [sys.executable, "-c", INTERRUPTED_EVERYWHERE],
         cwd=tmp_path,
         env=environment(),
+        preexec_fn=heed,
         capture_output=True,
         text=True,
     )
@@ -191,6 +199,7 @@ def test_a_terminal_that_was_closed_does_not_keep_a_run_from_its_checkpoint(tmp_
         [sys.executable, "-c", SIGNALLED, plan, "--config-dir", CONF, *TINY],
         cwd=tmp_path,
         env=environment(),
+        preexec_fn=heed,
         stdout=theirs,
         stderr=theirs,
         stdin=subprocess.DEVNULL,
