@@ -10,6 +10,7 @@ from gates.judging.fingerprint import (
     import_closure,
     package_roots,
     read_source,
+    walking_once,
 )
 from xtrain.errors import UsageError
 
@@ -194,3 +195,13 @@ def test_every_kernel_is_part_of_what_the_gates_of_the_engine_judge(folder):
     kernels = set((package_roots()["xtrain"] / folder).glob("*.py"))
     for name in ("t4", "t5", "t6"):
         assert kernels <= set(import_closure(find_gates(HERE)[name].path).values())
+
+
+def test_a_closure_that_is_walked_once_is_the_same_and_forgotten_afterwards():
+    gate = find_gates()["t1"].path
+    found = import_closure(gate)
+    with walking_once():
+        assert import_closure(gate) == import_closure(gate) == found
+        import_closure(gate).clear()  # the caller's own
+        assert import_closure(gate) == found
+    assert import_closure(gate) == found

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gates.judging.evidence import write_evidence
 from gates.judging.find import HERE, GateFile, choose_gates, find_gates
+from gates.judging.fingerprint import walking_once
 from gates.judging.judge import ERROR, FAIL, NOT_MEASURED, PASS, STALE
 from gates.judging.ledger import Ledger, check_record
 from gates.judging.measure import (
@@ -62,7 +63,8 @@ def run(
         directory / "evidence",
     )
     if options.list:
-        return _list(files, setting, options.json)
+        with walking_once():
+            return _list(files, setting, options.json)
     if options.prove:
         return _prove(files, setting, options.json)
     return _measure(files, setting, options)
@@ -148,9 +150,8 @@ def _list(files: Sequence[GateFile], setting: Setting, as_json: bool) -> int:
     rows, listed = [], []
     for file in files:
         _, title, claim = load_bars(file, setting)
-        known = {
-            device: standing(file, replace(setting, device=device)) for device in ("cpu", "cuda")
-        }
+        devices = ("cpu", "cuda")
+        known = {device: standing(file, replace(setting, device=device)) for device in devices}
         gate = file.load()
         listed.append(
             {

@@ -17,7 +17,9 @@ there, and a README edit stales nothing. Four things that plain imports do not s
 import ast
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -88,8 +90,30 @@ def hash_files(files: dict[str, Path]) -> str:
     return total.hexdigest()
 
 
+_walked: ContextVar[dict | None] = ContextVar("walked", default=None)
+
+
+@contextmanager
+def walking_once() -> Iterator[None]:
+    """Within, each file's closure is walked once: a listing asks for it by gate and by device."""
+    token = _walked.set({})
+    try:
+        yield
+    finally:
+        _walked.reset(token)
+
+
 def import_closure(start: Path, roots: Mapping[str, Path] | None = None) -> dict[str, Path]:
     """Every project file that `start` reaches, by a name that does not depend on the machine."""
+    known = _walked.get()
+    if known is None or roots is not None:
+        return _walk(start, roots)
+    if start not in known:
+        known[start] = _walk(start, None)
+    return dict(known[start])
+
+
+def _walk(start: Path, roots: Mapping[str, Path] | None) -> dict[str, Path]:
     modules = _all_modules(package_roots() if roots is None else roots)
     by_path = {path: name for name, path in modules.items()}
     start = start.resolve()
