@@ -192,3 +192,11 @@ def test_a_recorded_value_is_judged_by_the_bar_of_today(ledger):
     entry = ledger.append(verdict(error=5e-7))
     stricter = [Check("error", "<=", 1e-7)]
     assert judge(stricter, recorded_values(entry), "cpu")[0].verdict == "FAIL"
+
+
+def test_a_ledger_that_is_no_file_is_one_line(tmp_path):
+    (tmp_path / "ledger.jsonl").symlink_to("/dev/zero")
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for use in (ledger.entries, lambda: ledger.append({"kind": "verdict"})):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            use()

@@ -281,3 +281,8 @@ def test_a_failed_replacement_leaves_the_old_file_and_no_temporary_one(tmp_path)
     with pytest.raises(WriteError, match=r"gates\.json"):
         run.write_text("gates.json", "{}")
     assert not list(Path(run.path).glob(".*.tmp"))
+
+
+def test_records_that_are_missing_are_one_line(tmp_path):
+    with pytest.raises(UsageError, match=r"metrics.jsonl is missing"):
+        read_metrics(tmp_path / "metrics.jsonl")

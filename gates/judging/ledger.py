@@ -17,6 +17,7 @@ import fcntl
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
@@ -119,12 +120,13 @@ class Ledger:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
         except OSError as error:
             if is_of_the_disk(error):
                 raise write_error(self.path, error) from error
             raise UsageError(f"cannot write {self.path}: {error.strerror}") from error
         try:
+            _require_file(descriptor, self.path)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             return self._append_locked(descriptor, entry)
         finally:
@@ -340,6 +342,12 @@ def _complete_lines(content: bytes) -> list[bytes]:
     return content.split(b"\n")[:-1]
 
 
+def _require_file(descriptor: int, path: Path) -> None:
+    """A pipe would be waited for, and a device never ends."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise UsageError(f"{path} is not a regular file")
+
+
 def _read_all(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
@@ -354,6 +362,7 @@ def _shared_lock(path: Path) -> Iterator[int | None]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     try:
+        _require_file(descriptor, path)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield descriptor
     finally:

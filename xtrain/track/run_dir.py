@@ -267,9 +267,13 @@ def open_run(
 def read_metrics(path: str | Path, kind: str | None = None) -> list[dict]:
     """The complete records of a metrics.jsonl, non-finite values as floats.
 
-    A torn last line is passed over. Raises UsageError naming the line for one broken before it.
+    A torn last line is passed over. Raises UsageError naming the line for one broken before it, and
+    when the file is missing.
     """
-    wanted = (record for record, _ in _records(Path(path)) if kind in (None, record["kind"]))
+    try:
+        wanted = [record for record, _ in _records(Path(path)) if kind in (None, record["kind"])]
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} is missing") from error
     return [{key: _from_json(key, value) for key, value in record.items()} for record in wanted]
 
 
