@@ -34,6 +34,7 @@ from xtrain.data.sources import open_source
 from xtrain.engine import device as devices
 from xtrain.engine.dtype import bfloat16, float32
 from xtrain.engine.params import FlatBuffers
+from xtrain.engine.testing import worst
 from xtrain.train.config import OptimConfig, TrainConfig
 from xtrain.train.optimizer import AdamW, learning_rate
 
@@ -85,8 +86,8 @@ def learning(device: str) -> dict[str, float]:
         bf16 = _trained(run, "bf16", source, held_out, fp32.start)
     losses = ((fp32.losses.mean(), bf16.losses.mean()), (fp32.held_out, bf16.held_out))
     return {
-        "bf16_loss_rel": max(abs(ours / truth - 1) for truth, ours in losses),
-        "norm_gain_movement_rel": max(
+        "bf16_loss_rel": worst(abs(ours / truth - 1) for truth, ours in losses),
+        "norm_gain_movement_rel": worst(
             abs(bf16.moved[kind] / length - 1) for kind, length in fp32.moved.items()
         ),
     }

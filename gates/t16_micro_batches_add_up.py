@@ -21,6 +21,7 @@ from xtrain.assemble.learner import build
 from xtrain.config.bars import official
 from xtrain.config.schema import RunConfig
 from xtrain.engine import device as devices
+from xtrain.engine.testing import worst
 from xtrain.train.learner import Learner
 from xtrain.train.objectives.next_token import next_token
 from xtrain.train.optimizer import AdamW
@@ -90,8 +91,8 @@ def _distances(device: str, valid) -> tuple[float, float]:
     loss, gradient, _ = _step(device, batch, 1)
     found = [_step(device, batch, split) for split in SPLITS]
     return (
-        max(_relative(each[0], loss) for each in found),
-        max(_relative(each[1], gradient) for each in found),
+        worst(_relative(each[0], loss) for each in found),
+        worst(_relative(each[1], gradient) for each in found),
     )
 
 

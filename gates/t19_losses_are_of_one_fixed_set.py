@@ -45,7 +45,7 @@ def batches(device: str) -> dict[str, float]:
         for rows in BATCHES:
             sized = replace(run, train=replace(run.train, batch_size=rows))
             losses.append(learning.measure_on_set(sized, learner, chosen, TOKENS)["loss"])
-    return {"eval_batch_size_rel": (max(losses) - min(losses)) / min(losses)}
+    return {"eval_batch_size_rel": (np.max(losses) - np.min(losses)) / np.min(losses)}
 
 
 def one_file(device: str) -> dict[str, float]:

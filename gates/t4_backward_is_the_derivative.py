@@ -19,7 +19,7 @@ from xtrain.engine.op import OPS
 from xtrain.engine.params import FlatBuffers, Parameter
 from xtrain.engine.remat import remat
 from xtrain.engine.tensor import Tensor, backward
-from xtrain.engine.testing import UNITS, gradient_error, kernel_error_ratio
+from xtrain.engine.testing import UNITS, gradient_error, kernel_error_ratio, worst
 
 
 def op_gradients(device: str) -> dict[str, float]:
@@ -27,7 +27,7 @@ def op_gradients(device: str) -> dict[str, float]:
     devices.use(device)
     differentiable = [op for op in OPS.values() if op.reference.backward is not None]
     errors = [gradient_error(op, sample) for op in differentiable for sample in op.samples]
-    return {"worst_op_fd_error": max(errors)}
+    return {"worst_op_fd_error": worst(errors)}
 
 
 def kernel_errors(device: str) -> dict[str, float]:
@@ -40,18 +40,18 @@ def kernel_errors(device: str) -> dict[str, float]:
         if key.partition(":")[0] == device
         for sample in op.samples
     ]
-    return {"worst_kernel_error_units": max(ratios) * UNITS}
+    return {"worst_kernel_error_units": worst(ratios) * UNITS}
 
 
 def fan_out(device: str) -> dict[str, float]:
     """Leaf, intermediate, parameter and recomputed input, each used 1 to 5 times with factors."""
     here = devices.use(device)
-    worst = 0.0
+    errors = []
     for k in range(1, 6):
         for use in (_leaf, _intermediate, _parameter, _recomputed):
             gradient = here.host(use(here, [float(i + 1) for i in range(k)]))
-            worst = max(worst, float(np.abs(gradient - k * (k + 1) / 2).max()))
-    return {"fan_out_error": worst}
+            errors.append(float(np.abs(gradient - k * (k + 1) / 2).max()))
+    return {"fan_out_error": worst(errors)}
 
 
 def _sum_of(x: Tensor, factors: list[float]) -> Tensor:

@@ -11,6 +11,7 @@ from gates.judging.find import find_gates
 from gates.judging.gate import NotMeasured
 from gates.judging.judge import FAIL, PASS, judge
 from xtrain.config.bars import gate_checks
+from xtrain.engine.testing import worst
 
 FILES = {name: file for name, file in find_gates().items() if not file.is_of_run}
 GATES = {name: file.load() for name, file in FILES.items()}
@@ -105,3 +106,10 @@ def test_the_docstring_says_what_why_from_what_and_on_what(name):
     headings = [line.split()[0] for line in text.splitlines()[2:20] if line[:1].isupper()]
     assert headings[:4] == ["Claim", "Why", "Reads", "Needs"]
     assert text.startswith(f'"""{name.upper()}: ')
+
+
+def test_a_value_that_is_no_number_is_the_worst_wherever_it_stands():
+    nan = float("nan")
+    for found in ([nan, 1.0], [1.0, nan], [1.0, nan, 2.0]):
+        assert worst(found) != worst(found) and worst(*found) != worst(*found)
+    assert worst([1.0, 3.0, 2.0]) == 3.0 and worst(each for each in (0.0, 0.0)) == 0.0
