@@ -257,6 +257,14 @@ def test_dropout_differs_between_steps_micro_batches_and_seeds():
     assert len(set(keys)) == 6
 
 
+def test_equal_micro_batches_of_a_step_drop_different_elements():
+    one = batch_of(words(1, 3, 18))
+    both = {name: np.repeat(rows, 2, axis=0) for name, rows in one.items()}
+    for dropout, least, most in ((0.0, 0, 1e-5), (0.5, 0.05, np.inf)):
+        alone, twice = (one_step(batch, dropout=dropout)[1] for batch in (one, both))
+        assert least <= np.linalg.norm(twice - alone) / np.linalg.norm(alone) <= most
+
+
 def test_dropout_is_live_in_training():
     batch = batch_of(words(1, 3, 18))
     assert one_step(batch, dropout=0.3)[0] != one_step(batch)[0]
