@@ -130,7 +130,7 @@ ENGINE = (
         f"{OPS}adamw.py",
         "g[...] = 0",
         "pass",
-        "tests/test_train.py::test_two_trainings_are_bitwise_the_same",
+        "tests/test_ops.py -k equals_the_float64 and adamw",
         "t7:optimizer_bits",
     ),
     M(
