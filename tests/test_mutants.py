@@ -28,6 +28,8 @@ def project(tmp_path):
     for name in ("xtrain", "gates", "pipelines", "benchmarks", "conf", "tests"):
         (root / name).mkdir(parents=True)
     (root / "pyproject.toml").write_text("")
+    # Without it the package would be a namespace, which an installed one of its name goes before.
+    (root / "xtrain" / "__init__.py").write_text("")
     (root / "xtrain" / "line.py").write_text("def double(x):\n    return 2 * x\n")
     test = "from xtrain.line import double\n\ndef test_it():\n    assert double({}) == {}\n"
     (root / "tests" / "test_good.py").write_text(test.format(3, 6))
