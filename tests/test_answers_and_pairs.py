@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
+from byte_model import CHAT, MODEL
 
-from xtrain.data.chat import ChatFormat
 from xtrain.data.packing import IGNORED
-from xtrain.data.tokenizers.bytes import ByteTokenizer
 from xtrain.engine import device as devices
 from xtrain.errors import UsageError
-from xtrain.models.config import Qwen3Config
 from xtrain.rl import answers
 from xtrain.rl.pairs import PreferencePairs
 from xtrain.tasks import arithmetic
@@ -16,17 +14,6 @@ from xtrain.train.config import OptimConfig
 from xtrain.train.learner import make_learner
 
 CPU = devices.use("cpu")
-CHAT = ChatFormat(ByteTokenizer())
-MODEL = Qwen3Config(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-    vocab_size=CHAT.vocab_size,
-)
 
 
 def model():

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from byte_model import MODEL
 
 from xtrain.data.chat import TEMPLATE, ChatFormat, Rendered, check_messages, read_conversations
 from xtrain.data.conversations import PackedConversations
@@ -14,7 +15,6 @@ from xtrain.data.tokenizers.hf_files import write_hf_tokenizer
 from xtrain.data.tokenizers.imported import load_tokenizer
 from xtrain.engine import device as devices
 from xtrain.errors import UsageError
-from xtrain.models.config import Qwen3Config
 from xtrain.train.config import OptimConfig
 from xtrain.train.learner import make_learner
 
@@ -109,17 +109,7 @@ def test_every_conversation_comes_whole_and_once_an_epoch():
 
 def test_a_packed_conversation_gives_the_log_probabilities_of_it_alone():
     here = devices.use("cpu")
-    config = Qwen3Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        vocab_size=ByteTokenizer.vocab_size,
-    )
-    model = make_learner(config, OptimConfig(lr=1e-3), here, seed=1).model
+    model = make_learner(MODEL, OptimConfig(lr=1e-3), here, seed=1).model
     _, source = packed()
     batch = {name: rows[0] for name, rows in source.batch(0).items()}
     together = model.token_logprob(

@@ -5,14 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from byte_model import CHAT, MODEL
 
-from xtrain.data.chat import ChatFormat
 from xtrain.data.packing import IGNORED
-from xtrain.data.tokenizers.bytes import ByteTokenizer
 from xtrain.engine import device as devices
 from xtrain.engine.tensor import no_tape
 from xtrain.errors import UsageError
-from xtrain.models.config import Qwen3Config
 from xtrain.rl.config import PolicyConfig
 from xtrain.rl.rollout import Rollouts
 from xtrain.train.config import OptimConfig
@@ -21,17 +19,6 @@ from xtrain.train.objectives.policy_gradient import PolicyGradient
 from xtrain.train.objectives.preference import dpo, sequence_logprob
 
 CPU = devices.use("cpu")
-CHAT = ChatFormat(ByteTokenizer())
-MODEL = Qwen3Config(
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-    vocab_size=CHAT.vocab_size,
-)
 POLICY = PolicyConfig(prompts=2, group=4, max_new_tokens=6, temperature=0.7)
 QUESTIONS = ["1 + 1 = ?", "12 x 3 = ?", "7 - 9 = ?"]
 
