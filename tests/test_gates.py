@@ -20,14 +20,24 @@ CHECKS = {name: {c.name: c for c in gate_checks(name)[0]} for name in GATES}
 # gates, so test_gates_on_a_stand_in.py shows that they can fail.
 UNPROVEN = {"t1": {"on_gpu"}, "t2": {"beyond"}}
 TIMES = "speed"  # the name of the measures that take times
+WHOLE = "whole"  # of the one that starts a whole run in a process of its own: twenty seconds
+
+
+def marks(*measures) -> tuple:
+    """A whole run is for `pytest -m slow`, and for the gate itself."""
+    return (pytest.mark.slow,) if any(m.__name__ == WHOLE for m in measures) else ()
+
+
 MEASURES = [
-    pytest.param(name, measure, id=f"{name}-{measure.__name__}")
+    pytest.param(name, measure, id=f"{name}-{measure.__name__}", marks=marks(measure))
     for name, gate in GATES.items()
     for measure in gate.measures
     if measure.__name__ != TIMES
 ]
 DEFECTS = [
-    pytest.param(name, defect, id=f"{name}-{defect.name} {defect.rejects}")
+    pytest.param(
+        name, defect, id=f"{name}-{defect.name} {defect.rejects}", marks=marks(defect.measure)
+    )
     for name, gate in GATES.items()
     for defect in gate.defects
     if CHECKS[name][defect.rejects].applies_to("cpu") and defect.measure.__name__ != TIMES
@@ -73,7 +83,9 @@ def test_a_seeded_defect_misses_the_bar(name, defect):
     assert verdicts(name, {defect.rejects: sound})[defect.rejects][0] == PASS
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(*gate.measures)) for name, gate in GATES.items()]
+)
 def test_every_check_of_a_cpu_is_measured_and_none_of_a_gpu(name):
     gate, checks = GATES[name], CHECKS[name]
     measured, timed = {}, set()
